@@ -14,6 +14,7 @@ from . import (
     recover_step,
     repair_figures,
     select,
+    shrink_figures,
     small_models,
     step,
     summary,
@@ -54,6 +55,7 @@ class Page:
             evidence / "benchmarks.md": tables(self.results),
             evidence / "repair.md": repair_figures.parts(self.results),
             evidence / "recover.md": recover_figures.parts(self.results),
+            evidence / "shrink.md": shrink_figures.parts(self.results, self.studies),
             evidence / "README.md": summary.parts(self.results, self.studies, self.probe, evidence),
         }
         pages = {path: filled(path.read_text(), parts) for path, parts in parts.items()}

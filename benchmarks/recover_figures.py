@@ -9,9 +9,10 @@ from pathlib import Path
 from prunus.lab.study.tables import markdown_table
 
 from .benchmark import Record, Row
-from .recover_study import EVALUATIONS, STARTS, WAYS, WHAT
-from .repair_figures import ModelFigures, figures_of, level_name, outcome_of
-from .study import gains
+from .learning import EVALUATIONS
+from .recover_study import STARTS, WAYS, WHAT
+from .repair_figures import ModelFigures, figures_of, outcome_of
+from .study import gains, level_name
 
 BASE = "recover"  # the way that others are compared with
 TITLES = {start: title for start, (title, _) in STARTS.items()} | {name: way.title for name, way in WAYS.items()}
@@ -41,15 +42,17 @@ GOALS = [
 
 
 def read_figures(folder: Path) -> list[ModelFigures]:
-    """The study, a model at a time: of each way and level the runs with the most steps, others as ``WAY, STEPS``."""
-    models = []
-    for model in figures_of(folder, WHAT):
-        most: dict[tuple[str, str], int] = {}
-        for row in (row for record in model.records for row in record["rows"]):
-            key = row["way"], row["level"]
-            most[key] = max(most.get(key, 0), row["steps"])
-        models.append(replace(model, records=[_named(record, most) for record in model.records]))
-    return models
+    """The study, a model at a time."""
+    return [longest(model) for model in figures_of(folder, WHAT)]
+
+
+def longest(model: ModelFigures) -> ModelFigures:
+    """Of each way and level the runs with the most steps, others as ``WAY, STEPS``."""
+    most: dict[tuple[str, str], int] = {}
+    for row in (row for record in model.records for row in record["rows"]):
+        key = row["way"], row["level"]
+        most[key] = max(most.get(key, 0), row["steps"])
+    return replace(model, records=[_named(record, most) for record in model.records])
 
 
 def _named(record: Record, most: dict[tuple[str, str], int]) -> Record:

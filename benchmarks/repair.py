@@ -4,15 +4,17 @@ The weights of the first are random: it says nothing about quality, which ``repa
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import prunus
 from prunus import prune
+from prunus.oneshot.changed import ChangedModel
 from prunus.ops.machine import device_of
 from prunus.trained.model import ModelSource, load_trained
 
@@ -20,6 +22,7 @@ from .benchmark import SPARSITY, Benchmark, Measured, Row, random_llama
 from .clocks import timed
 from .prune import MISTRAL
 
+Changed = TypeVar("Changed", bound=ChangedModel)
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
 
 
@@ -61,12 +64,17 @@ class RepairTime(Benchmark):
 
 def measure_repair(model: Any, tokens: Tensor, repair: prunus.Repair, offload: torch.device | None) -> Row:
     """Seconds by part and peak memory of one repair; the model comes back as it was."""
-    cpu = time.process_time()
-    seconds, result = timed(
+    row, result = measured_cost(
         lambda: prune(model, [tokens], SPARSITY, repair=repair, offload=offload), offload or tokens.device
     )
-    row = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "peak_gib": result.cost.peak_bytes / 2**30}
-    parts = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}
-    row |= parts | {"other": seconds - sum(parts.values()), "sparsity": result.sparsity}
+    parts, sparsity = {part: result.cost.parts[part] for part in PARTS if part in result.cost.parts}, result.sparsity
     result.undo_()
-    return row
+    return row | parts | {"other": row["seconds"] - sum(parts.values()), "sparsity": sparsity}
+
+
+def measured_cost(call: Callable[[], Changed], device: torch.device) -> tuple[Row, Changed]:
+    """What a call takes that changes a model, and what it returned."""
+    cpu = time.process_time()
+    seconds, result = timed(call, device)
+    cpu = time.process_time() - cpu
+    return {"seconds": seconds, "cpu_seconds": cpu, "peak_gib": result.cost.peak_bytes / 2**30}, result

@@ -12,7 +12,7 @@ from prunus.lab.study.tables import markdown_table, measured_on
 from .benchmark import Record, Row, all_records, newest_records, table_of
 from .repair import PARTS
 from .repair_study import WAYS, WHAT
-from .study import SLIGHT, finite, gains
+from .study import SLIGHT, finite, gains, level_name, share_of
 
 BASE = "repair"  # the way that choices are compared with
 CHOICES = [way for way in WAYS if way not in ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", BASE)]
@@ -64,7 +64,7 @@ class ModelFigures:
 
     @property
     def levels(self) -> list[str]:
-        return sorted({level for way, level in self.rows if level}, key=lambda level: (level == "2:4", level))
+        return sorted({level for way, level in self.rows if level}, key=lambda level: (level == "2:4", share_of(level)))
 
     @property
     def num_seeds(self) -> int:
@@ -134,10 +134,6 @@ def outcome_of(gains: Sequence[float]) -> str:
     return "better" if min(gains) > 0 else "worse" if max(gains) < 0 else ""
 
 
-def level_name(level: str) -> str:
-    return level if level == "2:4" else f"{level} %"
-
-
 def parts(folder: Path) -> dict[str, str]:
     """What the page shows between its marks."""
     models = figures_of(folder)
@@ -200,9 +196,8 @@ def _cost(model: ModelFigures, way: str) -> list[str]:
     rows = [row for (name, _), by_seed in model.rows.items() if name == way for row in by_seed.values()]
     too_many = []
     for level in model.levels:
-        share = 0.5 if level == "2:4" else int(level) / 100
         here = model.rows.get((way, level), {}).values()
-        counts = sorted({row["zeros"] - round(share * row["num_weights"]) for row in here})
+        counts = sorted({row["zeros"] - round(share_of(level) * row["num_weights"]) for row in here})
         ends = dict.fromkeys(f"{count:+,}" if count else "0" for count in (counts[:1] + counts[-1:]))
         too_many.append(" to ".join(ends) or "-")
     newest = max(row["record"] for row in rows)

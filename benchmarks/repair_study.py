@@ -30,7 +30,7 @@ from .study import StudyFile
 from .wanda import their_oneshot
 
 if TYPE_CHECKING:
-    from .recover_study import RecoverQuality
+    from .learning import LearningStudy
 
 WHAT = "repair quality"
 Level = Literal["50", "60", "70", "80", "90", "2:4"]
@@ -133,7 +133,7 @@ class RepairQuality:
         return settings | {"held_out": self.eval_windows}
 
 
-def load_case(options: "RepairQuality | RecoverQuality", seed: int) -> TrainedModel:
+def load_case(options: "RepairQuality | LearningStudy", seed: int) -> TrainedModel:
     """The model that the options name, with the calibration samples of this seed, in float32."""
     num = (options.windows, options.eval_windows)
     if options.images is not None:

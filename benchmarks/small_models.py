@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from prunus import Pruner, Ramp, prune
+from prunus import Pruner, Ramp, prune, shrink
 from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
 from prunus.oneshot.drop_experts import without_experts
@@ -212,9 +212,8 @@ def states(
     yield 0, "dense"
     num_dense = sum(p.numel() for p in model.parameters())
     for percent in fractions:
-        result = prune(model, calibration, experts=percent / 100)
-        assert result.experts is not None
-        layers, removed = result.experts.layers, num_dense - sum(p.numel() for p in model.parameters())
+        result = shrink(model, calibration, experts=percent / 100)
+        layers, removed = result.experts, num_dense - sum(p.numel() for p in model.parameters())
         yield percent, REAP
         result.undo_()
 
@@ -228,10 +227,10 @@ def states(
         for way, order in orders.items():
             chosen = [sorted(each[: plan.num_dropped].tolist()) for each in order]
             others = [replace(layer, dropped=tuple(those)) for layer, those in zip(layers, chosen, strict=True)]
-            dropped = without_experts(model, plan, others)
-            dropped.apply_()
+            cuts = without_experts(model, plan, others).cuts
+            cuts.apply_()
             yield percent, way
-            dropped.undo_()
+            cuts.undo_()
 
         inside = {weight.name: weight.parameter.numel() for weight in eligible(model).weights}
         outside = [name for name in inside if ".experts." not in name]

@@ -1,6 +1,7 @@
 """What studies share that compare ways to prune over seeds: a file that an interrupted run continues, and gains."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ class StudyFile:
         self.record["rows"] += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.record)
+
+
+def share_of(level: str) -> Fraction:
+    """What is removed at a level: percent, a share such as 1/3, or of 2:4 a half."""
+    return Fraction(1, 2) if level == "2:4" else Fraction(level) / (1 if "/" in level else 100)
+
+
+def level_name(level: str) -> str:
+    return level if {*level} & {*":/"} else f"{level} %"
 
 
 def finite(values: Mapping[int, Any], metric: str) -> dict[int, float]:

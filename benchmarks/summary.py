@@ -8,8 +8,9 @@ from prunus.lab.study.tables import markdown_table
 
 from .benchmark import Row, newest_records
 from .probe import BESIDE, counted, read_figures
-from .repair_figures import figures_of, level_name
+from .repair_figures import figures_of
 from .select import OURS
+from .study import level_name
 
 WAYS = {  # columns of the table for after training
     "magnitude": "magnitude",

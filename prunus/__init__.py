@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
-    from .oneshot import BlockTuning, Repair, Result, prune, search
+    from .oneshot import BlockTuning, Repair, Result, ShrinkResult, prune, search, shrink
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _NAMES = {  # by module
     "export": "load_model load_sparse save_model save_sparse",
-    "oneshot": "BlockTuning Repair Result prune search",
+    "oneshot": "BlockTuning Repair Result ShrinkResult prune search shrink",
     "optim": "AdamWPrune Spam",
     "pruner": "Event Pruner",
     "rate": "Rate parameter_groups",
@@ -51,6 +51,7 @@ __all__ = [
     "Regrow",
     "Repair",
     "Result",
+    "ShrinkResult",
     "Spam",
     "load_model",
     "load_sparse",
@@ -60,6 +61,7 @@ __all__ = [
     "save_model",
     "save_sparse",
     "search",
+    "shrink",
     "sparsify_",
 ]
 

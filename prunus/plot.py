@@ -33,14 +33,12 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not there")
 
 
-def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Figure:
+def layers_chart(layers: Sequence[Mapping[str, Any]], title: str = "sparsity of each layer") -> Figure:
     """Bars of the sparsity of each layer; below them those of its errors, where it was repaired."""
     errors = {"mask_error": ("mask alone", SAND), "error": ("repaired", PLUM)}
     known = [place for place, layer in enumerate(layers) if all(finite(layer.get(key)) is not None for key in errors)]
     size = min(max(6.0, 0.12 * len(layers)), 40.0), 4.4 if known else 2.4
-    figure, (above, *below) = _axes(
-        *size, ["sparsity of each layer", "relative error of its outputs"][: 2 if known else 1]
-    )
+    figure, (above, *below) = _axes(*size, [title, "relative error of its outputs"][: 2 if known else 1])
     above.bar(range(len(layers)), [layer["sparsity"] for layer in layers], 0.9, color=GREEN)
     above.set_ylim(0, 1)
     above.yaxis.set_major_formatter("{x:.0%}")
@@ -123,9 +121,9 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=200, metadata={"Software": None})
 
 
-def layers_svg(layers: Sequence[Mapping[str, Any]]) -> str:
+def layers_svg(layers: Sequence[Mapping[str, Any]], title: str = "sparsity of each layer") -> str:
     """The chart of layers as SVG, or nothing where matplotlib is not installed."""
-    return svg(layers_chart(layers)) if find_spec("matplotlib") else ""
+    return svg(layers_chart(layers, title)) if find_spec("matplotlib") else ""
 
 
 def finite(value: Any) -> float | None:

@@ -69,6 +69,7 @@ SHARED_NAMES = {
     "divergence.py",
     "rows.py",
     "prune.py",
+    "shrink.py",
     "huggingface.py",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -26,6 +26,7 @@ NAMES = {
     "Regrow": "regrow",
     "Repair": "oneshot",
     "Result": "oneshot",
+    "ShrinkResult": "oneshot",
     "Spam": "optim",
     "load_model": "export",
     "load_sparse": "export",
@@ -35,6 +36,7 @@ NAMES = {
     "save_model": "export",
     "save_sparse": "export",
     "search": "oneshot",
+    "shrink": "oneshot",
     "sparsify_": "sparse",
 }
 HEAVY = ["triton", "transformers", "lightning", "pytorch_lightning", "matplotlib", "pandas", "sklearn", "PIL"]

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "train a small GPT dense and pruned to a half, and compare: 3 minutes on two cores",
     "train": "train a network, pruning it on the way",
     "prune": "prune a trained model, and repair the weights that stay",
+    "shrink": "make a trained model smaller: fewer neurons, heads, layers or experts",
     "recover": "let a pruned model learn from the dense one, its zeros kept",
     "study": "compare scores fairly, over several sparsities and seeds",
     "eval": "measure quality and sparsity of a model on held-out data",
@@ -24,6 +25,11 @@ COMMANDS = {
     "export": "convert a pruned model to a smaller file and back, bit for bit",
     "generate": "write text with a pruned model, its layers sparse where that is faster",
     "profile": "measure where the time and memory of a training step go",
+}
+MOVED = {  # flags that were: what to write in their place, by command; VALUE is what was given
+    ("prune", "--experts"): "prunus shrink MODEL --experts VALUE --out SMALLER, then prunus prune SMALLER",
+    ("prune", "--layers"): "--every-layer",
+    ("eval", "--layers"): "--every-layer",
 }
 LONGEST = 4000  # characters of an error's line, which may quote a name of any length
 
@@ -85,7 +91,7 @@ def _continues(name: str, args: list[str]) -> bool:
     """Whether a command that was stopped goes on where it was when it is called again."""
     if name == "study":
         return args[:1] not in (["merge"], ["show"], ["page"])
-    return name in ("demo", "recover") or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
+    return name in ("demo", "recover", "shrink") or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
@@ -97,6 +103,7 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
         print(help_page(kind, name))
         raise SystemExit(0)
+    _refuse_moved(name, args)
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "2000"  # of what the parser prints no line is broken
     try:
@@ -108,6 +115,15 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
     return _fail(f"prunus {name}", f"{_mistake(kind, page.getvalue())} (prunus {name} --help lists the options)")
+
+
+def _refuse_moved(name: str, args: list[str]) -> None:
+    """Answer a flag that is not there any more with the one to write."""
+    for number, arg in enumerate(args):
+        flag, _, value = arg.partition("=")
+        if new := MOVED.get((name, flag)):
+            value = value or next(iter(args[number + 1 :]), "")
+            _fail(f"prunus {name}", f"{flag} is not an option any more; write {new.replace('VALUE', value)}")
 
 
 def _mistake(kind: type[Any], page: str) -> str:

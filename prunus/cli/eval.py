@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from .console import print
+from .shared_options import Flag
 
 if TYPE_CHECKING:
     from ..lab.run import Run
@@ -33,7 +34,7 @@ class Command:
     start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
     eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
     length: int = 0  # tokens per window of a Hugging Face model; 0 takes 256, or the model's longest
-    layers: bool = False  # print the sparsity of every layer
+    every_layer: Flag = False  # print the sparsity of every layer
 
 
 OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token")
@@ -66,7 +67,7 @@ def run(command: Command) -> None:
 
 
 def print_line(command: Command, report: "SparsityReport", path: str, figures: str, held_out: str) -> None:
-    if command.layers:
+    if command.every_layer:
         print(report)
     print(
         f"{path}: {figures} on {held_out}; "

@@ -23,11 +23,19 @@ GROUPS = {
     "prune": {
         "usual": "out text tokens batches sparsity recover score scope samples device",
         "calibration": "eval_text eval_tokens eval_batches token_type start_token calibrate length eval_windows seed",
-        "selection": "experts allocate include exclude only",
+        "selection": "allocate include exclude only",
         "repair": "no_repair targets damping tune",
         "probe": "probe tau order reduction zero_gradient repair_probe",
-        "output": "layers plot push private",
+        "output": "every_layer plot push private",
         "running": "batch gguf_file dtype offload checkpointing profile",
+    },
+    "shrink": {
+        "usual": "out text tokens batches size neurons heads layers recover device",
+        "removal": "experts multiple split targets tune",
+        "calibration": "samples eval_text eval_tokens eval_batches token_type start_token calibrate length "
+        "eval_windows seed",
+        "output": "every_layer plot push private",
+        "running": "batch gguf_file dtype offload",
     },
     "recover": {
         "usual": "teacher out text tokens batches budget lr hard seed device",

@@ -8,13 +8,12 @@ import torch
 from rich.table import Table
 
 from ..lab.gpu import GIB
-from ..oneshot import DroppedExperts, ExpertLayer, Layer, Result
+from ..oneshot import Layer, Result
 from ..recovery import Recovery
 from ..trained.model import TrainedModel
 from .console import print, wide_console
 
 PARTS = {
-    "experts": "how much each expert adds to its tokens",
     "scores": "input norms or gradients, and the choice of candidates",
     "forwards": "passes over the samples, dense and pruned",
     "grams": "products of the layers' inputs",
@@ -113,17 +112,13 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer
     """One table of the layers and one of the models; ``asked`` is the sparsity asked for."""
     result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
     table = Table(title="on held-out data")
-    size = ["parameters"] if result.experts is not None else []
-    for heading in ("model", *size, "sparsity", metric):
+    for heading in ("model", "sparsity", metric):
         table.add_column(heading)
     for name, row in rows.items():
         name = "as it came" if name == "dense" and row["sparsity"] else name
-        table.add_row(name, *(f"{row[key]:,}" for key in size), f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
+        table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
     console = wide_console()
-    if result.experts is not None:
-        console.print(_experts(result.experts, every_one=every_layer))
-    if rows.keys() - {"dense", "experts dropped"}:
-        console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers, console.width))
+    console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers, console.width))
     console.print(table)
     if result.sparsity_before:
         print(_zero_already(asked, result))
@@ -146,7 +141,7 @@ def _kinds(layers: Sequence[Layer], width: int) -> Table:
     for layer in layers:
         kinds.setdefault(re.sub(r"\d+", "*", layer.name.removesuffix(".weight")), []).append(layer)
     is_repaired = any(layer.error is not None for layer in layers)
-    table = Table(title="what was pruned, by kind of layer (--layers shows every one)")
+    table = Table(title="what was pruned, by kind of layer (--every-layer shows every one)")
     headings = ("layers", "number", "weights pruned", "sparsity", *(ERRORS if is_repaired else ()))
     rows = []
     for kind, found in kinds.items():
@@ -167,23 +162,6 @@ def _kinds(layers: Sequence[Layer], width: int) -> Table:
         table.add_column(name, justify="left" if name == "layers" else "right", overflow="fold")
     for row in rows:
         table.add_row(*(row.get(name, "") for name in wide))
-    return table
-
-
-def _experts(experts: DroppedExperts, *, every_one: bool) -> Table:
-    """Which experts of each layer went, by their importance; ``every_one`` shows that of the others too."""
-    table = Table(title="dropped experts (importance: router weight times norm of output, mean over tokens)")
-    for heading in ("layer", "number", "dropped", "importance of those that stay"):
-        table.add_column(heading, justify="right" if heading == "number" else "left")
-
-    def listed(layer: ExpertLayer, numbers: Sequence[int]) -> str:
-        return ", ".join(f"{number} ({layer.importance[number]:.4g})" for number in numbers)
-
-    for layer in experts.layers:
-        stay = [layer.importance[number] for number in layer.kept]
-        shown = listed(layer, layer.kept) if every_one else f"{min(stay):.4g} to {max(stay):.4g}"
-        number = f"{len(layer.dropped)} of {len(layer.importance)}"
-        table.add_row(layer.name, number, listed(layer, layer.dropped), shown)
     return table
 
 

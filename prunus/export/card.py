@@ -33,6 +33,8 @@ LOAD_PLAIN = "from transformers import {kind}\n\nmodel = {kind}.from_pretrained(
 DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
 METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
 METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
+COUNTED = ("sparsity", "parameters")  # what rows hold beside the metric
+SIZES = {"weights": "weights of the blocks", "parameters": "parameters", "num_bytes": "bytes"}
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,16 @@ class CardFacts:
     """What the folder itself does not say: its final name, what it was made from, and how the model was pruned."""
 
     name: str  # of the folder
-    layers: Sequence[Mapping[str, Any]]  # name, num_weights, num_pruned, sparsity; errors where there was a repair
+    # name, num_weights, num_pruned, sparsity; of a shrunk model name and share of units; errors where there are any
+    layers: Sequence[Mapping[str, Any]]
     source: str = ""  # folder, file, or name on the Hub
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # sparsity and metric of models compared
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of ``prunus prune``
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of ``prunus prune`` or ``prunus shrink``
     of_prunable: bool = False  # whether ``layers`` are those that may be pruned; otherwise all matrices
     repo: str | None = None  # name on the Hub under which it will be
+    command: str = ""  # that made it
+    removed: Sequence[str] = ()  # from a shrunk model, in words
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of a shrunk one, before and after
 
 
 def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequence[SavedTensor]) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
         known = read_json(part / "result.json")
     compared, settings = (value if isinstance(value := known.get(key), dict) else {} for key in ("rows", "settings"))
     listed: Any = known["layers"] if isinstance(known.get("layers"), list) else []
-    pruned = {str(layer.get("name")): layer for layer in listed if isinstance(layer, dict)}
+    pruned = {str(layer.get("name")): layer for layer in listed if isinstance(layer, dict) and "num_pruned" in layer}
     matrices = {row.name: row for row in rows if len(shapes.get(row.name, ())) > 1 and row.numel}
     of_prunable = bool(pruned) and pruned.keys() <= matrices.keys()
     layers = []
@@ -65,7 +71,8 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
         errors = {kind: pruned[name].get(kind) for kind in ("mask_error", "error")} if of_prunable else {}
         layers.append({"name": name, "num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, **errors})
     compared = {name: row for name, row in compared.items() if isinstance(row, dict)}
-    return {"layers": layers, "rows": compared, "settings": settings, "of_prunable": of_prunable}
+    about = {"settings": settings, "command": str(known.get("command") or "")}
+    return {"layers": layers, "rows": compared, "of_prunable": of_prunable, **about}
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
@@ -75,18 +82,21 @@ def write_card(folder: Path, facts: CardFacts) -> None:
     if card.is_file() and MARK not in origin:
         names = (f"SOURCE_README{'' if number == 1 else number}.md" for number in count(1))
         card.rename(folder / next(name for name in names if not (folder / name).exists()))
-    if picture := layers_svg(facts.layers):
+    units = bool(facts.sizes) and not any("num_pruned" in layer for layer in facts.layers)
+    what = "Units removed from each layer" if units else "Sparsity of each layer"
+    if picture := layers_svg(facts.layers, what.lower()) if facts.layers else "":
         (folder / PICTURE).write_text(picture, encoding="utf-8")
     front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
     parts = [
         MARK,
         f"# {_line(facts.repo or facts.name)}",
         _summary(folder, facts),
-        *([f"![Sparsity of each layer]({PICTURE})"] if picture else []),
+        *([f"![{what}]({PICTURE})"] if picture else []),
         *_quality(facts),
-        *_method(facts.settings),
+        *_method(facts),
         f"## Load it\n\n{_how_to_load(folder, facts)}",
-        f"## Sparsity by kind of weight\n\n{_kinds(facts.layers)}",
+        *([f"## Size\n\n{_sizes(facts)}"] if facts.sizes else []),
+        *([] if units else [f"## Sparsity by kind of weight\n\n{_kinds(facts.layers)}"]),
         f"## Versions and digests\n\n{_versions(folder)}",
     ]
     card.write_text("\n".join(["---", *front, "---", ""]) + "\n\n".join(parts) + "\n", encoding="utf-8")
@@ -121,34 +131,50 @@ def _front_matter(folder: Path, facts: CardFacts, origin: Mapping[str, str], *, 
     yield from (origin[key] for key in FROM_SOURCE if key in origin)
     if (folder / "config.json").is_file():
         yield f"library_name: {'prunus' if _is_small(folder) else 'transformers'}"
-    yield "tags:\n- prunus\n- pruned\n- sparse"
+    yield "\n- ".join(["tags:\n- prunus", *(["shrunk"] if facts.sizes else ["pruned", "sparse"])])
 
 
 def _summary(folder: Path, facts: CardFacts) -> str:
-    pruned, total = (sum(layer[key] for layer in facts.layers) for key in ("num_pruned", "num_weights"))
     origin = str(facts.settings.get("model") or facts.source)
-    what = hub_name(origin) or (Path(origin).name if origin else "the model")
-    kind = "prunable weights" if facts.of_prunable else "weights in the matrices"
-    text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {_line(what)} are zero."
+    what = _line(hub_name(origin) or (Path(origin).name if origin else "the model"))
+    if facts.sizes:
+        before, after = (facts.sizes[when]["parameters"] for when in ("before", "after"))
+        text = f"{what}, smaller: {after:,} of {before:,} parameters stay. Removed: {_line(', '.join(facts.removed))}."
+    else:
+        pruned, total = (sum(layer[key] for layer in facts.layers) for key in ("num_pruned", "num_weights"))
+        kind = "prunable weights" if facts.of_prunable else "weights in the matrices"
+        text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {what} are zero."
     kept = [path.name for path in sorted(folder.iterdir()) if path.name.lower().startswith(("licen", "source_readme"))]
     return text + (f" From its source: {', '.join(f'[{name}]({name})' for name in kept)}." if kept else "")
 
 
 def _quality(facts: CardFacts) -> Iterator[str]:
-    metric = next((name for row in facts.rows.values() for name in row if name != "sparsity"), None)
+    metric = next((name for row in facts.rows.values() for name in row if name not in COUNTED), None)
     if metric is None:
         return
-    lines = [f"| model | sparsity | {_line(metric)} |", "|---|---:|---:|"]
+    sizes = ["parameters"] if any("parameters" in row for row in facts.rows.values()) else []
+    if not sizes or any(row.get("sparsity") for row in facts.rows.values()):
+        sizes.append("sparsity")
+    lines = [f"| model | {' | '.join(sizes)} | {_line(metric)} |", "|---|" + "---:|" * (1 + len(sizes))]
     for name, row in facts.rows.items():
-        share, value = finite(row.get("sparsity")), finite(row.get(metric))
-        cells = ("" if share is None else f"{share:.2%}", "not finite" if value is None else f"{value:.4f}")
+        value = finite(row.get(metric))
+        cells = [_counted(kind, row.get(kind)) for kind in sizes]
+        cells.append("not finite" if value is None else f"{value:.4f}")
         lines.append(f"| {_line(name)} | {' | '.join(cells)} |")
     data = next((facts.settings[key] for key in DATA if facts.settings.get(key)), None)
     where = f", {_line(Path(str(data)).name)}" if data else ""
     yield f"## Quality\n\nOn held-out data{where}:\n\n" + "\n".join(lines)
 
 
-def _method(settings: Mapping[str, Any]) -> Iterator[str]:
+def _counted(kind: str, value: Any) -> str:
+    number = finite(value)
+    if number is None:
+        return ""
+    return f"{number:.2%}" if kind == "sparsity" else f"{number:,}"
+
+
+def _method(facts: CardFacts) -> Iterator[str]:
+    settings = facts.settings
     if not settings:
         return
     is_probed = settings.get("probe", "none") != "none"
@@ -160,7 +186,16 @@ def _method(settings: Mapping[str, Any]) -> Iterator[str]:
     tuned = ", then tuned to the outputs of the dense model" if settings.get("tune") else ""
     lines += [f"- repair: {repair}{tuned}"] if "score" in settings else []
     lines += [f"- recovery: {_line(settings['recovery'])}"] if settings.get("recovery") else []
-    yield "## Method\n\n" + "\n".join(lines)
+    shown = re.sub(r"`|[^ -~]", " ", facts.command)  # what would end the block of code
+    yield "## Method\n\n" + "\n".join(lines) + (f"\n\n```sh\n{shown}\n```" if shown else "")
+
+
+def _sizes(facts: CardFacts) -> str:
+    lines = ["| | before | after | stays |", "|---|---:|---:|---:|"]
+    for key, text in SIZES.items():
+        before, after = (facts.sizes[when][key] for when in ("before", "after"))
+        lines.append(f"| {text} | {before:,} | {after:,} | {after / max(1, before):.1%} |")
+    return "\n".join(lines)
 
 
 def _how_to_load(folder: Path, facts: CardFacts) -> str:

@@ -1,16 +1,17 @@
 """Pruning after training: by a score or by the solver, with or without the gradient probe, and how far to go."""
 
-from .drop_experts import DroppedExperts, ExpertLayer
+from .drop_experts import ExpertLayer
 from .options import Bisection, BlockTuning, Levels, Limit, Repair, TauTuning, Trial
 from .probe import Probe
 from .prune import prune
 from .result import Layer, Result, SearchResult
 from .search import search
+from .shrink import shrink
+from .shrink_result import ShrinkResult, ShrunkLayer
 
 __all__ = [
     "Bisection",
     "BlockTuning",
-    "DroppedExperts",
     "ExpertLayer",
     "Layer",
     "Levels",
@@ -19,8 +20,11 @@ __all__ = [
     "Repair",
     "Result",
     "SearchResult",
+    "ShrinkResult",
+    "ShrunkLayer",
     "TauTuning",
     "Trial",
     "prune",
     "search",
+    "shrink",
 ]

@@ -16,7 +16,7 @@ from ..ranks import is_dtensor
 from .built_twice import built, changed_numbers, new_config, tensors_of, unlike
 from .calibration import Calibration
 from .layers import Reader
-from .unit_check import UnitCheck
+from .unit_check import UnitCheck, drawn
 from .unit_fields import UnitField, fewer, unit_fields
 from .unit_layouts import candidates
 from .units import Kind, Number, UnitLayer
@@ -45,12 +45,13 @@ class ConfigPlan:
         said = " and ".join(f"{key} {value}" for key, value in values.items())
         return changed_numbers(self.model, built(self.model, {}, "its own numbers"), built(self.model, values, said))
 
-    def allowed(self, path: str) -> list[int]:
-        """Numbers of units that may stay: of heads, some configurations take only divisors of the width."""
-        field = self.fields[path]
-        if field.kind == "neurons":
-            return list(range(1, field.num + 1))
-        return [left for left in range(1, field.num + 1) if left == field.num or _takes(self.model, field.values(left))]
+    def allowed(self, field: str) -> Sequence[int]:
+        """How many units may stay: of heads, some configurations take only divisors of the width."""
+        counted = self.fields[field]
+        if counted.kind == "neurons":
+            return range(1, counted.num + 1)
+        fewer = [left for left in range(1, counted.num) if _takes(self.model, counted.values(left))]
+        return [*fewer, counted.num]
 
 
 def config_plan(calibration: Calibration) -> ConfigPlan:
@@ -130,7 +131,7 @@ def _layers_of(check: UnitCheck, same: nn.Module, field: UnitField) -> list[Unit
     numbers = changed_numbers(model, same, less)
     faults: list[str] = []
     for layers in islice(candidates(model, dims, owners, field), MOST_LAYOUTS):
-        fault = check.fault(layers, field.num - left, numbers, less)
+        fault = check.fault(drawn(dict.fromkeys(layers, field.num - left)), numbers, less)
         if not fault:
             return layers
         faults.append(fault)

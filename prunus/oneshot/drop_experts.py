@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..input_statistics import eagerly, one_by_one
 from .calibration import Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .fewer_experts import FewerExperts, fewer_experts
 from .forward import outputs
 from .samples import Chunk, mask_of
@@ -40,10 +39,10 @@ class ExpertLayer:
 
 @dataclass(repr=False)
 class DroppedExperts:
-    """Which experts of each layer went, and why. What was removed is in main memory, so that it can come back."""
+    """Which experts of each layer went, and why; ``cuts`` can bring them back."""
 
     layers: list[ExpertLayer]
-    _cuts: Cuts = field(default_factory=Cuts)
+    cuts: Cuts
 
     def __repr__(self) -> str:
         return f"DroppedExperts({self.num_dropped:,} of {self.num_experts:,} in {len(self.layers)} layers)"
@@ -56,39 +55,25 @@ class DroppedExperts:
     def num_dropped(self) -> int:
         return sum(len(layer.dropped) for layer in self.layers)
 
-    @property
-    def is_applied(self) -> bool:
-        return self._cuts.is_applied
-
-    def apply_(self) -> None:
-        """Drop the experts, unless they are dropped already."""
-        self._cuts.apply_()
-
-    def undo_(self) -> None:
-        """Put the experts back, bit for bit."""
-        self._cuts.undo_()
-
 
 def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
-    """Drop ``round(fraction * E)`` of the E experts of each layer: those that are least important on the samples.
+    """Drop a number or fraction of the experts of each layer: those that are least important on the samples.
 
     Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
     """
-    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
-        raise ValueError(f"experts is the fraction of them to drop, above 0 and below 1, got {fraction!r}")
     plan = fewer_experts(calibration.model, float(fraction))
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)
         importance.collect()
     dropped = without_experts(calibration.model, plan, [importance.layer(name) for name in plan.layers])
-    dropped.apply_()
+    dropped.cuts.apply_()
     return dropped
 
 
 def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
     """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
-    dropped = {layer.name: torch.tensor(layer.dropped) for layer in layers}
-    drop = {(name, dim): dropped[layer] for name, (layer, dim) in plan.slices.items()}
+    gone = {layer.name: torch.tensor(layer.dropped) for layer in layers}
+    drop = {(name, dim): gone[layer] for name, (layer, dim) in plan.slices.items()}
     return DroppedExperts(list(layers), Cuts.of(model, drop, plan.numbers))
 
 

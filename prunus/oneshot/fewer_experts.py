@@ -66,7 +66,7 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     if not counts:
         raise ValueError(nothing)
     (num,) = counts
-    num_left = num - round(fraction * num)
+    num_left = num - (int(fraction) if fraction >= 1 else round(fraction * num))
     if not 0 < num_left < num:
         raise ValueError(f"{fraction:g} of {num} experts a layer is {'none' if num_left else 'all'} of them")
     same, less = (built(model, dict.fromkeys(fields, each), f"{each} experts a layer") for each in (num, num_left))

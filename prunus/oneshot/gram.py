@@ -15,7 +15,7 @@ PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matr
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of the inputs X (in, tokens) that a group of layers shares, summed over tokens.
+    """Second moments of the inputs X (in, tokens) that a group of layers shares, summed over tokens, and means.
 
     ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None
     where X_d = X.
@@ -25,6 +25,8 @@ class Moments:
     cross: Tensor | None  # X_d X^T
     dense: Tensor | None  # X_d X_d^T
     num_tokens: int
+    mean: Tensor | None = None  # of X, (in,)
+    dense_mean: Tensor | None = None  # of X_d; None where X_d = X
 
 
 class Gram:
@@ -40,6 +42,7 @@ class Gram:
         self._filled = 0  # tokens in it
         self._num_multiplied = 0  # products of a block that are in the sums already
         self._sums: list[Tensor] = []  # X X^T, X_d X^T, X_d X_d^T
+        self._totals = torch.empty(0)  # (1 or 2 streams, in): sums of X and X_d
 
     def add(self, x: Tensor, x_dense: Tensor | None = None, valid: Tensor | None = None) -> None:
         """Take up inputs of shape (..., in); ``valid`` (...) is False where a token does not count."""
@@ -54,6 +57,7 @@ class Gram:
         if self._block is None:
             dtype, count = torch.promote_types(x.dtype, torch.float32), 2 * len(streams) - 1
             self._sums = [x.new_zeros(x.shape[-1], x.shape[-1], dtype=dtype) for _ in range(count)]
+            self._totals = x.new_zeros(len(streams), x.shape[-1], dtype=dtype)
             self._block = x.new_empty(len(streams), BLOCK, x.shape[-1])
         while True:
             if self._filled == BLOCK:
@@ -75,10 +79,11 @@ class Gram:
         self._multiply()
         for total in self._sums[::2]:
             _mirror_(total)
+        mean, dense_mean = (*(self._totals / self.num_tokens), None)[:2]
         self._block = None
         gram, cross, dense = (*self._sums, None, None)[:3]
-        assert gram is not None
-        return Moments(gram, cross, dense, self.num_tokens)
+        assert gram is not None and mean is not None
+        return Moments(gram, cross, dense, self.num_tokens, mean, dense_mean)
 
     def _multiply(self) -> None:
         """Add the products of the block, and empty it; those that were added before memory ran out are left out."""
@@ -91,6 +96,7 @@ class Gram:
             for product in products[self._num_multiplied :]:
                 _add_product_(*product)
                 self._num_multiplied += 1
+        self._totals += self._block[:, : self._filled].sum(1, dtype=self._totals.dtype)
         self._num_multiplied = self._filled = 0
 
 

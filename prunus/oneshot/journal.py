@@ -26,11 +26,13 @@ Folder = str | os.PathLike[str]
 
 
 class Journal:
-    """The folder of one repair: a file for each group of weights, block or model that is done."""
+    """The folder of one repair or shrinking: a file for each group of weights, block or model that is done."""
 
-    def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
+    def __init__(
+        self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight], kind: str = "repair"
+    ) -> None:
         self.folder = Path(folder)
-        self.run = claim(self.folder, "repair", settings, weights)
+        self.run = claim(self.folder, kind, settings, weights)
 
     def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
         """Save what was done to the parameters of these names."""

@@ -27,6 +27,7 @@ class Level:
     ratios: dict[str, Ratios] = field(default_factory=dict)
     taus: dict[str, float] = field(default_factory=dict)
     repairs: dict[str, LayerRepair] = field(default_factory=dict)
+    units: dict[str, Tensor] = field(default_factory=dict)  # by consumer: True where a unit stays
     tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
     tuned_whole: Tuned | None = None
     not_tuned: list[str] = field(default_factory=list)  # sentences: what was to be tuned and was not, and why
@@ -38,6 +39,17 @@ class Level:
     def proposed(self, name: str) -> Tensor:
         """Packed bits of what the score or the solver would prune."""
         return self.candidates[name] if name in self.candidates else self.live[name] & ~self.packed[name]
+
+    def tuning_notes(self) -> list[str]:
+        """Sentences that say what tuning achieved."""
+        notes = []
+        if self.tuned:
+            helped = sum(one.helped for one in self.tuned.values())
+            notes.append(f"Tuning brought {helped} of {len(self.tuned)} blocks nearer to the dense ones.")
+        if (whole := self.tuned_whole) is not None:
+            took = f"from {whole.before:.4g} to {whole.after:.4g} on held-out samples"
+            notes.append(f"Tuning the whole model took its {whole.loss} {took}.")
+        return notes
 
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit."""

@@ -7,7 +7,7 @@ inputs and takes the changes: into the model, into the journal to resume from, a
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,8 +25,7 @@ from .level import Level
 from .options import BlockTuning
 from .resources import is_out_of_memory, release
 from .step import Change, LayerRepair, Layers, Step
-from .steps import Mask
-from .streams import Streams
+from .streams import BIAS, Streams
 from .tune import Tuned, WholeLoss, block_loss, tunable, tune
 
 Finished = Callable[[Sequence[str]], None]  # called with the weights of a group that is done
@@ -36,20 +35,23 @@ class Loop:
     """Changes the weights of a level in place, group after group; at the end ``mask`` prunes what no step changed.
 
     ``masks`` are packed masks that are known before; without them the steps choose within ``live``, also packed.
+    Weights that the level does not name stay as they are. While ``dense()`` is open, the model has the layers of the
+    dense one, for a teacher's passes.
     """
 
     def __init__(
         self,
         calibration: Calibration,
         level: Level,
-        mask: Mask,
+        mask: Callable[[Layers], dict[str, Change]],
         *,
         masks: Mapping[str, Tensor] | None = None,
         live: Mapping[str, Tensor] | None = None,
         journal: Journal | None = None,
+        dense: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.calibration, self.level, self.mask, self.journal = calibration, level, mask, journal
-        self.weights, self.masks, self.live = calibration.weights, masks, live or {}
+        self.calibration, self.level, self.mask, self.journal, self.dense = calibration, level, mask, journal, dense
+        self.weights, self.masks, self.live = level.weights, masks, live or {}
         self.streams: Streams | None = None
         self._skipped: set[str] = set()  # reached, and not changed by the step
 
@@ -58,7 +60,10 @@ class Loop:
         """Go through all weights; without a step no input is read, and every weight is pruned by its mask alone."""
         if step is not None:
             self.calibration.meter.show("order of the layers")
-            self.streams = Streams(self.calibration, has_dense=step.targets == "dense")
+            reads_dense = step.targets == "dense"
+            self.streams = Streams(
+                self.calibration, has_dense=reads_dense or tuning is not None, reads_dense=reads_dense
+            )
             offload = self.calibration.offload
             with nullcontext() if offload is None else offload.keeping():
                 self._through_blocks(self.streams, step, finished, tuning)
@@ -79,10 +84,11 @@ class Loop:
 
     def _through_blocks(self, streams: Streams, step: Step, finished: Finished, tuning: BlockTuning | None) -> None:
         num_blocks, skipped = len(streams.blocks), Counter[str]()
-        last = num_blocks if tuning else max((group.start for group in streams.groups), default=0)
-        numbers = {group: number for number, group in enumerate(streams.groups)}
+        groups = [group for group in streams.groups if not self.weights.keys().isdisjoint(group.names)]
+        last = num_blocks if tuning else max((group.start for group in groups), default=0)
+        numbers = {group: number for number, group in enumerate(groups)}
         for position in range(last + 1):
-            for group in [group for group in streams.groups if group.start == position]:
+            for group in [group for group in groups if group.start == position]:
                 self._change(streams, group, step, f"group_{numbers[group]:05}")
                 finished(group.names)
             if position < last:
@@ -107,8 +113,9 @@ class Loop:
         if self.journal and (before := self.journal.load(file, group.names)):
             for name, saved in before.items():
                 self._replace(name, saved["weight"], saved["mask"], LayerRepair(**saved["repair"]))
+                self._take_units(name, saved["units"], saved["bias"])
             return
-        layers = self._layers(group.names, self.calibration.device)
+        layers = self._layers([name for name in group.names if name in self.weights], self.calibration.device)
         experts = group.names[0] in streams.stacked
         layers = replace(layers, moments=streams.moments(group), are_experts=experts, is_routed=group.is_routed)
         changes = step(layers)
@@ -120,7 +127,9 @@ class Loop:
 
     def _entry(self, name: str) -> dict[str, Any]:
         weight, level = self.weights[name].parameter.detach(), self.level
-        return {"weight": weight.cpu(), "mask": level.packed[name].cpu(), "repair": asdict(level.repairs[name])}
+        units, bias = level.units.get(name), self._bias(name) if name in level.units else None
+        more = {"units": units, "bias": None if bias is None else bias.detach().cpu()}
+        return {"weight": weight.cpu(), "mask": level.packed[name].cpu(), "repair": asdict(level.repairs[name])} | more
 
     def _layers(self, names: Sequence[str], device: torch.device | None = None) -> Layers:
         """Weights and masks as matrices (out, in)."""
@@ -152,6 +161,10 @@ class Loop:
             self.level.packed[name] = packed
         else:
             self._replace(name, value * mask if change.weight is None else shaped(change.weight), packed, change.repair)
+            bias = self._bias(name)
+            if change.bias is not None and bias is not None:
+                bias = (bias.detach() + change.bias.to(bias.device)).to(bias.dtype)
+            self._take_units(name, change.units, bias)
 
     def _replace(self, name: str, value: Tensor, packed: Tensor, repair: LayerRepair) -> None:
         """Change a weight in place, and remember its dense values."""
@@ -160,6 +173,19 @@ class Loop:
         positive = value + 0.0  # zeros without a sign: a small file keeps -0.0 as a value
         assert self.streams is not None
         self.streams.replace_(name, parameter, positive, level.originals.save_all(parameter))
+
+    def _bias(self, name: str) -> nn.Parameter | None:
+        bias = getattr(self.weights[name].module, "bias", None)
+        return bias if isinstance(bias, nn.Parameter) else None
+
+    def _take_units(self, name: str, units: Tensor | None, bias: Tensor | None) -> None:
+        """Note which units of a consumer stay, and give its layer another bias."""
+        if units is None:
+            return
+        self.level.units[name], parameter = units.cpu(), self._bias(name)
+        if parameter is not None and bias is not None:
+            assert self.streams is not None
+            self.streams.replace_(name + BIAS, parameter, bias, self.level.originals.save_all(parameter))
 
     def _tune_block(self, streams: Streams, tuning: BlockTuning, skipped: Counter[str]) -> None:
         k, offload = streams.position, self.calibration.offload
@@ -197,7 +223,7 @@ class Loop:
         how = {"epochs": tuning.whole_epochs, "lr": tuning.whole_lr, "batch": tuning.batch, "size": streams.size}
 
         def run() -> Tuned:
-            loss = WholeLoss(calibration, level.originals.whole)
+            loss = WholeLoss(calibration, level.originals.whole, self.dense)
             return replace(
                 tune(calibration, parameters, loss, offload=calibration.offload, **how), loss=str(loss.distance)
             )

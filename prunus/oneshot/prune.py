@@ -1,6 +1,5 @@
 """Prune a trained model: a score or the solver chooses weights, a probe may keep some, a repair changes the others."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Real
@@ -15,7 +14,6 @@ from ..ops import bits
 from ..select import Selector
 from .allocation import Allocation, allocate, selector
 from .calibration import Calibration, Patterns
-from .drop_experts import DroppedExperts, drop_experts_
 from .journal import Folder, Journal
 from .level import Level
 from .loop import Loop
@@ -24,9 +22,8 @@ from .options import Repair
 from .probe.objective import Loss
 from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
-from .resources import Cost
 from .result import Result
-from .samples import check_batches, digest
+from .samples import digest
 from .scoring import Packed, Scores
 from .steps import Mask, Solve
 
@@ -45,12 +42,12 @@ def prune(
     include: Patterns = (),
     exclude: Patterns = (),
     only: Patterns = (),
-    experts: float | None = None,
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
     state: Folder | None = None,
     progress: Progress | bool | None = None,
+    **moved: object,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
@@ -72,10 +69,6 @@ def prune(
     ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for other scores.
     ``PerLayer("moments")`` reads ``moments``: by name, the ``exp_avg_sq`` that Adam kept of each weight in training.
 
-    ``experts`` first drops ``round(experts * E)`` of the E experts of each layer, those that matter least on the
-    batches (REAP), with their rows of the router: the model gets smaller, and its configuration says so. Without a
-    ``sparsity`` nothing else is pruned. ``result.experts`` says which ones went, and why.
-
     A probe keeps some of the weights that the score would prune, so the sparsity ends lower than requested, unless its
     tau is ``target``; nothing is repaired then unless you pass ``repair``. With ``offload``, a device, the model's
     blocks are moved there one at a time, and everything else stays there until the end: the masks are the same. With
@@ -90,45 +83,29 @@ def prune(
     The model keeps its mode and its buffers, except for the statistics of batch norms, which a repair renews; after an
     exception it has its old weights too.
     """
+    _refuse(moved)
     if sparsity is None:
-        sparsity = getattr(select, "sparsity", None) or (0.5 if experts is None else 0.0)
-    which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
-    which |= {"offload": offload, "batch_size": batch_size}
-    dropped, dropping = None, Cost()
-    if experts is not None:
-        if not sparsity:
-            given = {"score": score, "select": select, "probe": probe, "repair": None if repair == "auto" else repair}
-            if unread := [name for name, value in given.items() if value is not None]:
-                raise ValueError(f"experts are dropped and nothing else, so nothing reads {unread[0]}; give a sparsity")
-            repair = None
-        check_batches(batches)
-        batches = list(batches)
-        calibration = Calibration(model, batches, **which)
-        dropped, dropping = _drop_experts_(calibration, experts, progress)
-    try:
-        how = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}}
-        method = Method.of(batches, score, select, probe, repair, **how)
-        calibration = Calibration(model, batches, **which)
-        warn_if_much_stays_dense(calibration.model, calibration.eligible)
-        with calibration.open(), progress_line(progress, "prune") as report:
-            level = prune_to(Scores(calibration, method), sparsity, probe, state=state, progress=report)
-    except BaseException:
-        if dropped is not None:
-            dropped.undo_()
-        raise
-    level.cost.add_(dropping)
-    return Result(level, calibration.model, dropped)
+        sparsity = getattr(select, "sparsity", None) or 0.5
+    method = Method.of(
+        batches, score, select, probe, repair, loss=loss, checkpointing=checkpointing, moments=moments or {}
+    )
+    calibration = Calibration(
+        model, batches, include=include, exclude=exclude, only=only, offload=offload, batch_size=batch_size
+    )
+    warn_if_much_stays_dense(calibration.model, calibration.eligible)
+    with calibration.open(), progress_line(progress, "prune") as report:
+        level = prune_to(Scores(calibration, method), sparsity, probe, state=state, progress=report)
+    return Result(level, calibration.model)
 
 
-def _drop_experts_(
-    calibration: Calibration, fraction: float, progress: Progress | bool | None
-) -> tuple[DroppedExperts, Cost]:
-    began = time.perf_counter()
-    with progress_line(progress, "experts") as report:
-        calibration.meter.begin(report, len(calibration.samples))
-        dropped = drop_experts_(calibration, fraction)
-    seconds = time.perf_counter() - began
-    return dropped, Cost(seconds, {"experts": seconds}, forwards=calibration.cost.forwards)
+def _refuse(moved: Mapping[str, object]) -> None:
+    if "experts" in moved:
+        raise ValueError(
+            f"prune does not drop experts any more: call shrink(model, batches, experts={moved['experts']!r}), then "
+            "prune for zeros in what stays"
+        )
+    if moved:
+        raise TypeError(f"prune() got an unexpected keyword argument {next(iter(moved))!r}")
 
 
 def prune_to(

@@ -4,19 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..masks import Masks
 from ..ops import bits
 from ..plot import Figure, layers_chart, notebook_html, trials_chart
-from .dense import copied, is_overlapping
-from .drop_experts import DroppedExperts
-from .level import Level
+from .changed import ChangedModel
 from .options import Limit, Trial
-from .originals import sums_of_bits
 from .probe.decide import Tau
-from .resources import Cost
 from .step import LayerRepair
 
 SHOWN = 3  # names of weights that were not repaired for one reason
@@ -44,22 +39,15 @@ class Layer:
 
 
 @dataclass(repr=False)
-class Result:
+class Result(ChangedModel):
     """What pruning did to a model and what it cost; ``undo_`` restores the model as it was before.
 
     ``sparsity``, ``num_pruned`` and ``layers`` count the zeros that the model has now: each call reads all its prunable
-    weights once. ``masks`` are those of the pruning; ``experts`` are those that were dropped as a whole.
+    weights once. ``masks`` are those of the pruning.
 
     ``undo_``, ``apply_``, ``masks_alone``, ``retake_`` and ``dense`` refuse a model whose parameters were trained or
     cast after pruning. The model may move to another device.
     """
-
-    level: Level
-    model: nn.Module
-    experts: DroppedExperts | None = None
-
-    def __post_init__(self) -> None:
-        self._note_bits()
 
     def __repr__(self) -> str:
         zeros, num = self.num_pruned, self.num_weights
@@ -70,23 +58,9 @@ class Result:
         return "\n".join([repr(self), str(self.cost), *self.notes])
 
     @property
-    def cost(self) -> Cost:
-        return self.level.cost
-
-    @property
-    def seconds(self) -> float:
-        return self.cost.seconds
-
-    @property
     def notes(self) -> list[str]:
         """Sentences that say what was tuned, what was not, and which layers could not be repaired."""
-        level, notes = self.level, []
-        if level.tuned:
-            helped = sum(one.helped for one in level.tuned.values())
-            notes.append(f"Tuning brought {helped} of {len(level.tuned)} blocks nearer to the dense ones.")
-        if (whole := level.tuned_whole) is not None:
-            took = f"from {whole.before:.4g} to {whole.after:.4g} on held-out samples"
-            notes.append(f"Tuning the whole model took its {whole.loss} {took}.")
+        level, notes = self.level, self.level.tuning_notes()
         reasons: dict[str, list[str]] = {}
         for name, repair in level.repairs.items():
             if repair.not_repaired:
@@ -127,11 +101,6 @@ class Result:
         return layers
 
     @property
-    def errors(self) -> dict[str, float]:
-        """``|W' X - W X_d|^2 / |W X_d|^2`` by repaired layer: inputs X in the pruned model, X_d in the dense one."""
-        return {name: repair.error for name, repair in self.level.repairs.items() if repair.error is not None}
-
-    @property
     def num_pruned(self) -> int:
         return sum(map(num_zeros, self._parameters().values()))
 
@@ -150,43 +119,11 @@ class Result:
         sizes = [weight.parameter.numel() for weight in self.level.weights.values()]
         return 1 - sum(int(bits.count(packed)) for packed in self.level.live.values()) / sum(sizes)
 
-    def dense(self) -> nn.Module:
-        """The dense model that was pruned, as a separate module in eval mode, without gradients and without your hooks.
-
-        Repaired weights take the memory that ``undo_`` reads, without another copy: the module then lies in main
-        memory, and you must not write to it while you may still undo. Everything else is cloned, and nothing is shared
-        with the pruned model. Where experts were dropped, or two tensors overlap in memory, all of it is a copy.
-        """
-        self._check("dense")
-        originals, is_undone = self.level.originals, self._is_undone
-        device = torch.device("cpu") if originals.whole or self.experts is not None else None
-        if self.experts is None and not is_overlapping(self.model):
-            return copied(self.model, originals.lend(), device)
-        self.undo_()
-        try:
-            return copied(self.model, {}, device)
-        finally:
-            if not is_undone:
-                self.apply_()
-
-    def undo_(self) -> None:
-        """Give every changed weight its old value, bit for bit, and put dropped experts back."""
-        with self._changing("undo_"):
-            self._undo_weights_()
-            if self.experts is not None:
-                self.experts.undo_()
-
-    def apply_(self) -> None:
-        """Prune again what ``undo_`` restored."""
-        with self._changing("apply_"):
-            self._undo_weights_()
-            self.level.apply_()
-
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
         """While this is open, the model has the dense weights under the masks, without their repair."""
         with self._changing("masks_alone"):
-            self._undo_weights_()
+            self._undo_()
             with self.level.masks_alone():
                 yield
 
@@ -198,11 +135,11 @@ class Result:
         """
         self.level.packed_at(tau, base)  # refuses what is no tau
         with self._changing("retake_"):
-            self._undo_weights_()
+            self._undo_()
             self.level.retake_(tau, base)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """What the modules hold now: loading weights or dropping experts may have replaced parameters."""
+        """What the modules hold now: loading weights may have replaced parameters."""
         weights = self.level.weights
         held = {name: weight.module._parameters.get(name.rpartition(".")[2]) for name, weight in weights.items()}
         return {name: weights[name].parameter if now is None else now for name, now in held.items()}
@@ -211,48 +148,11 @@ class Result:
         for name, weight in self.level.weights.items():
             if weight.module._parameters.get("weight", weight) is None:
                 raise ValueError(f"{name} is kept in a sparse layer: call unsparsify_(model) first")
-            if self.experts is None and all(p is not weight.parameter for p in weight.module.parameters()):
+            if all(p is not weight.parameter for p in weight.module.parameters()):
                 raise ValueError(
                     f"{name} is no longer the parameter that was pruned: something has put another in its place, as "
                     "load_state_dict(..., assign=True) does; load the weights without assign, or the dense ones"
                 )
-
-    @property
-    def _is_undone(self) -> bool:
-        return self.level.originals.is_empty and (self.experts is None or not self.experts.is_applied)
-
-    def _note_bits(self) -> None:
-        self._bits, self._buffers = sums_of_bits(self.model), dict(self.model.named_buffers())
-
-    def _check(self, call: str) -> None:
-        """Refuse a model that others have changed; where it was moved, its new buffers are known afterwards."""
-        self._check_parameters()
-        buffers = dict(self.model.named_buffers())
-        self.level.follow_({old: buffers[name] for name, old in self._buffers.items() if name in buffers})
-        now = sums_of_bits(self.model)
-        changed = [name for name in {**self._bits, **now} if now.get(name) != self._bits.get(name)]
-        if not changed or (call == "undo_" and self._is_undone):
-            return
-        when, so = "undo_ restored it", "is for the model that was pruned; call prune again"
-        if not self._is_undone:
-            when, so = "it was pruned", "would bring back only what pruning changed"
-            so += "; load the dense model again, or take result.dense() before you train"
-        raise ValueError(f"the model was trained or changed after {when} (first in {changed[0]}), and {call} {so}")
-
-    @contextmanager
-    def _changing(self, call: str) -> Iterator[None]:
-        """Check the model before it is changed here, and know it again afterwards."""
-        self._check(call)
-        try:
-            yield
-        finally:
-            self._note_bits()
-
-    def _undo_weights_(self) -> None:
-        """Undo what was done to the weights that are there, with the experts dropped."""
-        self.level.undo_()
-        if self.experts is not None:
-            self.experts.apply_()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ dense one. Layers that read the same input are solved together. W' has an exact 
 small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https://arxiv.org/abs/2406.07831).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -40,10 +40,24 @@ def solve(
     ``live`` are masks of the weights that may stay, by default those that are not zero.
     """
     clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments.num_tokens, len(moments.gram))
+
+    def attempt(damping: float) -> dict[str, Change] | None:
+        problem = Problem.of(weights, moments, repair.targets == "dense", damping, live)
+        return _attempt(problem, choose, repair, clock)
+
+    return damped_enough(attempt, damping, weights, moments)
+
+
+def damped_enough(
+    attempt: Callable[[float], dict[str, Change] | None],
+    damping: float,
+    weights: Mapping[str, Tensor],
+    moments: Moments,
+) -> dict[str, Change]:
+    """What ``attempt`` returns for a damping; where it returns None, the next attempt has ten times as much."""
     for _ in range(ATTEMPTS):
         with float32_products(moments.gram.device):
-            problem = Problem.of(weights, moments, repair.targets == "dense", damping, live)
-            if (changes := _attempt(problem, choose, repair, clock)) is not None:
+            if (changes := attempt(damping)) is not None:
                 return changes
         damping = max(10 * damping, 0.01)
     raise ValueError(
@@ -65,7 +79,9 @@ def refine(
         damping = repair.damping_for(moments.num_tokens, len(moments.gram))
         problem = Problem.of(weights, moments, repair.targets == "dense", damping)
         support = torch.cat([masks[name] for name in weights]) & problem.live
-        return _changes(problem, problem.masked(support), _refined(problem, support, problem.scaled(), repair.refine))
+        return changes_of(
+            problem, problem.masked(support), least_squares(problem, support, problem.scaled(), repair.refine)
+        )
 
 
 def _attempt(problem: Problem, choose: Choose, repair: Repair, clock: Clock) -> dict[str, Change] | None:
@@ -73,17 +89,17 @@ def _attempt(problem: Problem, choose: Choose, repair: Repair, clock: Clock) -> 
     first = _support(problem, problem.scaled(), choose)
     mask = problem.masked(first)
     if torch.equal(first, problem.live):
-        return _changes(problem, mask, mask)
+        return changes_of(problem, mask, mask)
     with clock.part("refine"):
-        best, iterations = _refined(problem, first, problem.scaled(), repair.refine), 0
+        best, iterations = least_squares(problem, first, problem.scaled(), repair.refine), 0
     if repair.iterations:
         with clock.part("iterations"):
             if (solution := _admm(problem, first, choose, repair, clock)) is None:
                 return None
         support, values, iterations = solution
         with clock.part("refine"):
-            best = problem.better(best, _refined(problem, support, values, repair.refine), mask)
-    return _changes(problem, mask, best, iterations)
+            best = problem.better(best, least_squares(problem, support, values, repair.refine), mask)
+    return changes_of(problem, mask, best, iterations)
 
 
 def _support(problem: Problem, values: Tensor, choose: Choose) -> Tensor:
@@ -106,7 +122,7 @@ def _admm(
     """
     rho = RHO
     state = problem.scaled() * support * rho
-    if (inverse := _inverse(problem.gram, rho, clock)) is None:
+    if (inverse := inverse_of(problem.gram, rho, clock)) is None:
         return None
     seen, iteration = support, 0
     for iteration in range(1, repair.iterations + 1):
@@ -123,13 +139,13 @@ def _admm(
             state = torch.where(support, state * factor, state)
             rho *= factor
             inverse = None  # frees its memory for the next one
-            if (inverse := _inverse(problem.gram, rho, clock)) is None:
+            if (inverse := inverse_of(problem.gram, rho, clock)) is None:
                 return None
             seen = support
     return support, state * support / rho, iteration
 
 
-def _inverse(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
+def inverse_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
     """``(G + rho I)^-1``, or None where that has no Cholesky factor."""
     with clock.part("factorisations"):
         shifted = gram.clone()
@@ -159,7 +175,7 @@ def inverse_by_panels(factor: Tensor) -> Tensor:
     return inverse
 
 
-def _refined(problem: Problem, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
+def least_squares(problem: Problem, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
     """Least squares on a support, from ``values`` on: conjugate gradients, each row with steps of its own.
 
     A row whose error would rise by it (a dtype rounds) keeps its dense weights on the support.
@@ -181,7 +197,7 @@ def _refined(problem: Problem, support: Tensor, values: Tensor, num_steps: int) 
     return problem.candidate(values, support)
 
 
-def _changes(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:
+def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:
     """The layers of a problem, apart again."""
     weights, supports, energies = map(problem.split, (best.weight, best.support, problem.energy))
     errors = zip(problem.weights, problem.relative_errors(mask), problem.relative_errors(best), strict=True)

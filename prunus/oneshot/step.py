@@ -56,6 +56,8 @@ class Change:
     weight: Tensor | None = None  # in the dtype of the dense weight; None: the dense values under the mask
     energy: float = 0.0  # |W X_d|^2
     repair: LayerRepair = LayerRepair()
+    bias: Tensor | None = None  # (out,): what to add to the bias, so that mean outputs stay
+    units: Tensor | None = None  # (units,): True where a unit whose outputs the layer reads stays
 
 
 class Step(Protocol):

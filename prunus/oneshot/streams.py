@@ -26,17 +26,20 @@ Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., i
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
 STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs, and of its outputs, that may be stored
 SHARE = 0.25  # of the free memory that each of them may take, and the activations between blocks
+BIAS = "+bias"  # after the name of a weight: the bias of its layer
 
 
 class Streams:
     """Runs the model from the block where both streams stand.
 
     Groups are in the order in which the model calls them; ``readers`` are the modules that multiply by each weight,
-    ``stacked`` the weights of all experts that one module holds. Without ``has_dense`` nothing reads the dense stream.
+    ``stacked`` the weights of all experts that one module holds. Without ``has_dense`` there is no dense stream, and
+    without ``reads_dense`` moments are of the pruned stream alone.
     """
 
-    def __init__(self, calibration: Calibration, *, has_dense: bool = True) -> None:
-        self.calibration, self.clock, self.has_dense = calibration, calibration.clock, has_dense
+    def __init__(self, calibration: Calibration, *, has_dense: bool = True, reads_dense: bool = True) -> None:
+        self.calibration, self.clock = calibration, calibration.clock
+        self.has_dense, self.reads_dense = has_dense, has_dense and reads_dense
         weights = calibration.weights
         self.stacked = {name: weight.parameter for name, weight in weights.items() if is_stacked(weight)}
         known = readers(calibration.model, list(weights.values()))
@@ -59,7 +62,7 @@ class Streams:
         self._here = Chunk(0, 0, 1)  # samples of the pass
 
     def replace_(self, name: str, parameter: nn.Parameter, value: Tensor, dense: Tensor) -> None:
-        """Change a weight; ``dense`` are the values that the dense stream goes on with."""
+        """Change a weight or a bias; ``dense`` are the values that the dense stream goes on with."""
         if self.is_same and not self._ahead:
             self.dense.copy_from(self.pruned, self.position)
         self.is_same = False
@@ -91,7 +94,7 @@ class Streams:
         behind = {module for block in self.blocks[: self.position] for module in block.modules()}
         later = {name for group in self.groups if group.stop >= self.position for name in group.names}
         later |= {name for name, own in self.readers.items() if any(reader.module not in behind for reader in own)}
-        self._values = {name: value for name, value in self._values.items() if name in later}
+        self._values = {name: value for name, value in self._values.items() if name.removesuffix(BIAS) in later}
 
     def changed(self) -> None:
         """Forget what layers of this block returned: weights before them may have changed."""
@@ -114,9 +117,9 @@ class Streams:
         num_parts = max(group.num_inputs, self.readers[name][0].num_groups)
         num_parts = len(self.stacked[name]) if name in self.stacked else num_parts
         grams = [Gram() for _ in range(num_parts)]
-        has_dense = self.has_dense and not (self.is_same or group.is_routed)
+        has_dense = self.reads_dense and not (self.is_same or group.is_routed)
         read = self._expert_reads if name in self.stacked else self._reads
-        if self.has_dense and not self._inputs:
+        if self.reads_dense and not self._inputs:
             self._store_inputs()
 
         def collect(chunk: Chunk) -> list[tuple[int, Tokens]]:

@@ -5,6 +5,7 @@ dense stream. That of the whole model is the distance of its outputs from the de
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -177,16 +178,21 @@ def block_loss(calibration: Calibration, k: int, pruned: Stream, dense: Stream) 
 
 
 class WholeLoss:
-    """How far the model's outputs are from those with the ``dense`` values of its tensors."""
+    """How far the model's outputs are from those with the ``dense`` values of its tensors, and ``restored`` layers."""
 
-    def __init__(self, calibration: Calibration, dense: Mapping[Tensor, Tensor]) -> None:
-        self.calibration = calibration
+    def __init__(
+        self,
+        calibration: Calibration,
+        dense: Mapping[Tensor, Tensor],
+        restored: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.calibration, self.restored = calibration, restored
         self.dense = {tensor: values.to(tensor.device) for tensor, values in dense.items()}
         self.distance: Distance | None = None  # known after the first pass
 
     def __call__(self, pick: Pick) -> Tensor:
         model, batch = self.calibration.model, self.calibration.batch(pick)
-        with torch.no_grad(), swapped(self.dense):
+        with torch.no_grad(), swapped(self.dense), self.restored():
             expected = outputs(model, batch)
         if self.distance is None:
             problem = getattr(getattr(model, "config", None), "problem_type", None)

@@ -5,7 +5,7 @@ produces them is made several times larger, which nothing may notice; then they 
 that layers share and norms over all units give other outputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from ..input_statistics import eagerly
 from .built_twice import unlike
 from .calibration import Calibration
-from .cut import Cuts
+from .cuts import Cuts
 from .forward import outputs
-from .resources import FAILURES, is_out_of_memory
+from .resources import is_out_of_memory
 from .samples import Chunk, Tree, num_tokens, shortened
 from .units import Number, UnitLayer, role, tensor_of
 
@@ -27,7 +27,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to a norm
 COARSE = 0.1  # for 16-bit types; what is wrong gives a difference of order 1
 NUM_TOKENS = 64  # of a sample are enough
 LARGER = -3.0  # a product of two producers stays within 16-bit types
+Gone = Mapping[UnitLayer, Tensor]  # units that go, by their numbers
 Traces = dict[str, list[Tensor]]  # outputs of consumers, call by call, and of the model
+
+
+def drawn(nums: Mapping[UnitLayer, int]) -> Gone:
+    """So many units of each layer at random, different ones in each."""
+    rng = torch.Generator().manual_seed(0)  # torch's draws belong to the user
+    return {layer: torch.randperm(layer.num, generator=rng)[:num] for layer, num in nums.items()}
 
 
 @dataclass(frozen=True)
@@ -40,46 +47,48 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        """On the first sample, or its first tokens; ValueError where the model cannot read it."""
+        """On the first sample, of which a model that has a configuration reads the first tokens.
+
+        ValueError where the model cannot read it.
+        """
         with calibration.open(), eagerly():
             calibration.check_model()
-        sample = calibration.samples.tree(next(calibration.samples.chunks(1)))
-        sample = shortened(sample, NUM_TOKENS) if num_tokens(sample) > NUM_TOKENS else sample
-        offload = None if calibration.offload is None else calibration.offload.device
-        return UnitCheck(calibration.model, sample, offload)
+        model, sample = calibration.model, calibration.samples.tree(Chunk(0, 0, 1))
+        if hasattr(model, "config") and num_tokens(sample) > NUM_TOKENS:  # others may read one length alone
+            sample = shortened(sample, NUM_TOKENS)
+        return UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
 
-    def fault(self, layers: Sequence[UnitLayer], num_gone: int, numbers: Sequence[Number], less: nn.Module) -> str:
-        """What is wrong where ``num_gone`` units of each layer are cut; empty where nothing is. The model stays whole.
+    def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
+        """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
 
-        ``less`` is the model that the new configuration builds.
+        ``less`` is the model that a new configuration builds, where there is one.
         """
-        rng = torch.Generator().manual_seed(0)
-        gone = {layer: torch.randperm(layer.num, generator=rng)[:num_gone] for layer in layers}
+        cuts = Cuts.of_units(self.model, gone, numbers)
         try:
-            with _unread(self.model, gone):
-                wanted = self._traces(layers)
-            if name := _unreached(wanted):
-                return f"the first sample does not reach {name}"
-            cuts = Cuts.of_units(self.model, gone, numbers)
-            try:
-                cuts.apply_()
-                if name := unlike(self.model, less):
-                    return f"{name} has not the shape that the class builds"
-                traces = self._traces(layers)
-            finally:
-                cuts.undo_()
-        except FAILURES as error:
+            cuts.apply_()
+            if less is not None and (name := unlike(self.model, less)):
+                return f"{name} has not the shape that the class builds"
+            traces = self._traces(gone)
+        except Exception as error:  # what a forward raises for shapes that do not fit is not known
             if is_out_of_memory(error):
                 raise
             return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+        finally:
+            cuts.undo_()
+        with _unread(self.model, gone):
+            wanted = self._traces(gone)
+        if name := _unreached(wanted):
+            return f"the first sample does not reach {name}"
         return _difference(wanted, traces, max(TOLERANCE.get(p.dtype, COARSE) for p in self.model.parameters()))
 
-    def _traces(self, layers: Sequence[UnitLayer]) -> Traces:
+    def _traces(self, layers: Collection[UnitLayer]) -> Traces:
         """Outputs of the layers' consumers and of the model; the last name is empty."""
         calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
         devices = [calibration.device] if calibration.device.type == "cuda" else []
+        # a consumer that writes units of another layer loses outputs itself; who reads those is traced
+        written = {name for layer in layers for name in layer.slices if name != layer.consumer}
         with ExitStack() as stack:
-            for layer in layers:
+            for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
                 stack.callback(module.register_forward_hook(_appending(seen)).remove)
@@ -128,15 +137,15 @@ def _difference(wanted: Traces, traces: Traces, tolerance: float) -> str:
 def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Norms are compared, not elements: rounding may send a few tokens to other experts."""
     one, other = one.double(), other.double()
-    finite = one.isfinite()  # logits of what is forbidden are not
-    if not torch.equal(finite, other.isfinite()):
+    finite = one.isfinite()  # logits of what is forbidden are infinite
+    if one.isnan().any() or not torch.equal(finite, other.isfinite()):
         return False
     one, other = one[finite], other[finite]
     return bool((one - other).norm() <= tolerance * one.norm())
 
 
 @contextmanager
-def _unread(model: nn.Module, gone: Mapping[UnitLayer, Tensor]) -> Iterator[None]:
+def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
     """The model with units that no consumer reads, and that are larger than they were."""
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     try:
@@ -144,6 +153,8 @@ def _unread(model: nn.Module, gone: Mapping[UnitLayer, Tensor]) -> Iterator[None
             for name, slices in layer.slices.items():
                 tensor = tensor_of(model, name).data
                 places = slices.places[units].flatten().to(tensor.device)
+                if tensor.ndim < 2:  # a variance that is negative gives NaN
+                    continue
                 values = tensor.index_select(slices.dim, places)
                 saved.append((tensor, slices.dim, places, values.cpu()))
                 tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))

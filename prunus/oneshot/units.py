@@ -56,6 +56,9 @@ class Plan(Protocol):
     def reasons(self) -> Mapping[Kind, str]:
         """Why units of a kind cannot go, where they cannot: sentences."""
 
+    def allowed(self, field: str) -> Sequence[int]:
+        """How many units of a field may stay, in order; the last is all of them."""
+
     def numbers(self, left: Mapping[str, int]) -> list[Number]:
         """Attributes of modules and configurations that change where ``left`` units of each field stay."""
 

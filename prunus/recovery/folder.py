@@ -93,10 +93,12 @@ def _facts(
             layers.append({"name": name, "num_weights": tensor.numel(), "num_pruned": zeros, "sparsity": share})
     models = {"before recovery": recovery.before, "recovered": recovery.after, "teacher": recovery.teacher}
     rows = {name: {recovery.metric: getattr(figures, recovery.metric)} for name, figures in models.items()}
-    pruned = {}  # settings of ``prunus prune``, where that wrote the source
-    with suppress(ValueError, OSError):
-        pruned = dict(read_json(part / "result.json")["settings"])
+    pruned, more = {}, {}  # settings of ``prunus prune`` or ``prunus shrink``, where that wrote the source
+    with suppress(ValueError, OSError, KeyError):
+        result = read_json(part / "result.json")
+        pruned = dict(result["settings"])
+        more = {"sizes": dict(result["sizes"]), "removed": list(result["removed"])}
     teacher = f" from {Path(settings['teacher']).name}" if settings.get("teacher") else ""
     learned = f"{recovery.tokens:,} tokens{teacher}, learning rate {recovery.lr:g}"
     data = {name: settings[name] for name in DATA if settings.get(name)}
-    return CardFacts(out.name, layers, str(source or ""), rows, pruned | data | {"recovery": learned})
+    return CardFacts(out.name, layers, str(source or ""), rows, pruned | data | {"recovery": learned}, **more)

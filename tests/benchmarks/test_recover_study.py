@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import learning
 from benchmarks import recover_study as study
 from benchmarks.__main__ import main
 from benchmarks.recover_figures import GOALS, above, parts, read_figures
@@ -37,7 +38,7 @@ def runs(tmp_path):
 def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, monkeypatch):
     ways = ["control", "recover", "hard", "magnitude-recover", "trained-recover"]
     command = ["recover-study", *runs, "--levels", "80", "--steps", "3", "2", "--ways", *ways]
-    recover, num = study.recover, 0
+    recover, num = learning.recover, 0
 
     def killed(*args, **options):
         nonlocal num
@@ -46,7 +47,7 @@ def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, 
             raise KeyboardInterrupt
         return recover(*args, **options)
 
-    monkeypatch.setattr(study, "recover", killed)
+    monkeypatch.setattr(learning, "recover", killed)
     with pytest.raises(SystemExit):
         main(command)
     before = records(tmp_path)
@@ -88,9 +89,9 @@ def test_images_learn_from_crops_and_flips(tmp_path):
 def test_held_out_windows_follow_the_evaluated_ones_and_batches_depend_on_the_seed():
     tokens = np.arange(2000, dtype=np.uint16)
     data = token_data(tokens, tokens, 8, None)
-    make, held_out = study.run_batches(data, 100, 4, seed=1)
+    make, held_out = learning.run_batches(data, 100, 4, seed=1)
     assert torch.equal(torch.cat([x for x, _ in held_out])[:, 0], 8 * torch.arange(100, 108))
-    other, _ = study.run_batches(data, 100, 4, seed=2)
+    other, _ = learning.run_batches(data, 100, 4, seed=2)
     assert torch.equal(make(3)[0], make(3)[0]) and not torch.equal(make(3)[0], other(3)[0])
 
 

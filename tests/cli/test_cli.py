@@ -165,7 +165,9 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
-@pytest.mark.parametrize(("command", "name"), [("eval", "PATH"), ("export", "SOURCE"), ("prune", "MODEL")])
+@pytest.mark.parametrize(
+    ("command", "name"), [("eval", "PATH"), ("export", "SOURCE"), ("prune", "MODEL"), ("shrink", "MODEL")]
+)
 def test_an_argument_that_is_missing_is_named(command, name, capsys):
     line = refused(capsys, command)
     assert f"{name} is missing" in line and ".venv" not in line
@@ -223,7 +225,7 @@ def test_train_reaches_the_sparsity_and_eval_agrees(options, text, tmp_path, cap
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sparsity"] == result["sparsity"] and last["eval"]["loss"] == result["loss"]
 
-    main(["eval", str(out), "--layers"])
+    main(["eval", str(out), "--every-layer"])
     said = capsys.readouterr().out
     assert f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}" in said
     assert " held-out windows, the first (--eval-windows 0 takes" in said and f"{result['sparsity']:.4%} of" in said
@@ -264,7 +266,7 @@ def test_an_exported_run_is_evaluated_as_its_checkpoint_is(form, text, tmp_path,
     capsys.readouterr()
     said = []
     for folder in ("run", "small"):
-        main(["eval", str(tmp_path / folder), "--eval-windows", "2", "--layers"])
+        main(["eval", str(tmp_path / folder), "--eval-windows", "2", "--every-layer"])
         said.append(capsys.readouterr().out)
     assert said[0].replace("run/checkpoint.pt: ", "") == said[1].replace("small: ", "")
     assert "--length is for" in refused(capsys, "eval", tmp_path / "small", "--length", 8)

@@ -151,7 +151,7 @@ def test_figures_of_a_recovery_before_the_pruning_are_not_copied(folder):
 
 
 def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(folder, capsys):
-    out, result = prune(folder, "--layers")
+    out, result = prune(folder, "--every-layer")
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
     run("report", out)
     page = (out / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""``prunus prune`` that is killed anywhere and begun again ends as if nothing had happened."""
+"""``prunus prune`` and ``prunus shrink`` that are killed anywhere and begun again end as if nothing had happened."""
 
 import json
 import os
@@ -18,34 +18,34 @@ import numpy as np
 import torch
 from kills import Victim, torture
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from prunus.trained import speed
 
 torch.set_num_threads(1)
+speed.SECONDS, speed.ROUNDS = 0.0, 1
 home = Path(sys.argv[1])
 torch.manual_seed(0)
 size = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
-experts = sys.argv[2] == "experts"
-size |= dict(max_position_embeddings=32, **dict(num_local_experts=4, num_key_value_heads=2) if experts else {})
-model = MixtralForCausalLM(MixtralConfig(**size)) if experts else LlamaForCausalLM(LlamaConfig(**size))
-model.save_pretrained(home / "model")
+config = LlamaConfig(**size, max_position_embeddings=32, num_key_value_heads=2)
+LlamaForCausalLM(config).save_pretrained(home / "model")
 np.random.default_rng(0).integers(0, 40, 400).astype("<u2").tofile(home / "tokens.u16")
 data = f"--tokens {home}/tokens.u16 --eval-tokens {home}/tokens.u16 --samples 4 --length 12 --eval-windows 6".split()
 
 def args(out):
-    more = ["--experts", "0.25", "--sparsity", "0.5"] if experts else []
-    return ["prune", str(home / "model"), *data, "--out", str(out), *more]
+    return [*sys.argv[2].split(), str(home / "model"), *data, "--out", str(out)]
 
 def found(out):
     result = json.loads((out / "result.json").read_text())
     tensors = load_file(out / "model.safetensors")
     return result["rows"], result["layers"], {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
-print(json.dumps(torture("prune", Victim(args, found), home, 200, random.Random(0), goal=12)))
+print(json.dumps(torture(sys.argv[2].split()[0], Victim(args, found), home, 200, random.Random(0), goal=12)))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["weights", "experts"])
+@pytest.mark.parametrize("what", ["prune", "shrink --size 0.7"])
 def test_killed_at_any_moment_it_goes_on_and_leaves_the_same_bits_and_nothing_else(tmp_path, what):
     pytest.importorskip("transformers")
     folders = os.pathsep.join(str(TESTS / name) for name in ("", "fuzz", "torture"))

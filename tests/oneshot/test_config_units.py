@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from prunus.oneshot import cut
+from prunus.oneshot import cuts as cutting
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.config_units import config_plan
-from prunus.oneshot.cut import Cuts
+from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.unit_check import UnitCheck
 from prunus.oneshot.unit_layouts import layouts, places_of
 from prunus.oneshot.units import tensor_of
@@ -290,7 +290,7 @@ def test_an_exception_leaves_the_model_as_it_was(where, monkeypatch):
 
         return run
 
-    home, name = (cut._Cut, "apply_") if where == "cut" else (type(model), "forward")
+    home, name = (cutting._Cut, "apply_") if where == "cut" else (type(model), "forward")
     monkeypatch.setattr(home, name, failing(getattr(home, name)))
     with pytest.raises(error):
         plan_of(model, batch)
@@ -306,7 +306,7 @@ def test_numbers_that_the_configuration_refuses_are_not_allowed():
     assert plan.allowed("num_key_value_heads") == [1, 2, 3]
     plan = plan_of(model, text())
     assert plan.allowed("num_key_value_heads") == [1, 2, 3, 4, 6]  # divisors of the width
-    assert plan.allowed("intermediate_size") == list(range(1, 25))
+    assert plan.allowed("intermediate_size") == range(1, 25)
     with pytest.raises(ValueError, match="cannot be built with num_key_value_heads 5"):
         plan.numbers({"num_key_value_heads": 5})
     assert plan.numbers({"num_key_value_heads": 6, "intermediate_size": 24}) == []

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from toys import batch, net, train
 
-from prunus import AdamWPrune, BlockTuning, Pruner, Repair, prune
+from prunus import AdamWPrune, BlockTuning, Pruner, Repair, prune, shrink
 from prunus.oneshot import Probe
 from prunus.oneshot.dense import is_overlapping
 from prunus.oneshot.originals import SAMPLE, Originals, sums_of_bits
@@ -255,11 +255,20 @@ def test_odd_models_come_back_too(name, repair):
     assert not storages(dense) & storages(model)
 
 
-@pytest.mark.parametrize("how", [{}, {"sparsity": 0.5}, {"sparsity": 0.5, "score": "wanda", "repair": None}], ids=str)
-def test_dropped_experts_are_in_the_dense_module_and_stay_out_of_the_model(how):
-    model, inner = build("mixtral"), inputs("mixtral")
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("mixtral", {"experts": 0.5}),
+        ("llama", {"size": 0.7}),
+        ("llama", {"layers": 1, "neurons": 0.5}),
+        ("bert", {"size": 0.8}),
+    ],
+    ids=str,
+)
+def test_removed_units_are_in_the_dense_module_and_stay_out_of_the_model(name, how):
+    model, inner = build(name), inputs(name)
     before = deepcopy(model)
-    result = prune(model, [inner], experts=0.5, **how)
+    result = shrink(model, [inner], **how)
     after, config, parameters = deepcopy(model), model.config.to_dict(), list(model.parameters())
     dense = result.dense()
     assert_equal_models(dense, before, inner)
@@ -273,7 +282,7 @@ def test_dropped_experts_are_in_the_dense_module_and_stay_out_of_the_model(how):
     result.apply_()
     assert_equal_models(model, after, inner)
     next(iter(model.parameters())).data += 1
-    with pytest.raises(ValueError, match="trained or changed after it was pruned"):
+    with pytest.raises(ValueError, match="trained or changed after it was shrunk"):
         result.undo_()
 
 

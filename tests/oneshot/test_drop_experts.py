@@ -4,12 +4,10 @@ import json
 
 import pytest
 import torch
-from covering import each_once, quickly
+from covering import quickly
 from families import DEEPSEEK, EXPERTS, FAMILIES, SIZES, assert_equal_models, build, inputs, text
 
-from prunus import Repair, prune
-from prunus.eligible import eligible
-from prunus.oneshot import Probe
+from prunus import prune, shrink
 
 NUM = 8
 GROUPS = {"n_routed_experts": NUM, "n_group": 2, "topk_group": 1}
@@ -77,9 +75,9 @@ def masked_by(model, dropped):
 @torch.no_grad()
 def test_what_stays_is_the_model_with_dropped_experts_masked_out_of_the_routing(name, tmp_path):
     dense, model, batch = model_of(name), model_of(name), inputs(name)
-    result = prune(model, [batch], experts=0.25)
+    result = shrink(model, [batch], experts=0.25)
     small, whole = model.state_dict(), dense.state_dict()
-    blocks = {layer.name.rpartition(".")[0]: layer for layer in result.experts.layers}
+    blocks = {layer.name.rpartition(".")[0]: layer for layer in result.experts}
     assert blocks and all(len(layer.dropped) == NUM // 4 == NUM - len(layer.kept) for layer in blocks.values())
     num_cut = 0
     for key, tensor in whole.items():
@@ -93,7 +91,7 @@ def test_what_stays_is_the_model_with_dropped_experts_masked_out_of_the_routing(
     assert num_cut >= 3 * len(blocks)
 
     found, unmasked = model(**batch).logits, dense(**batch).logits
-    handles = masked_by(dense, result.experts.layers)
+    handles = masked_by(dense, result.experts)
     wanted = dense(**batch).logits
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) and len(handles) == 2 * len(blocks)
     assert not torch.allclose(found, unmasked, rtol=1e-4, atol=1e-5)
@@ -134,7 +132,7 @@ def test_importance_is_the_mean_over_routed_tokens_of_router_weight_times_output
     for handle in handles:
         handle.remove()
     wanted = [sums[model.get_submodule(path)] for path in paths]
-    layers = prune(model, [batch], experts=0.5).experts.layers
+    layers = shrink(model, [batch], experts=0.5).experts
     assert [layer.name for layer in layers] == paths
     for layer, parts in zip(layers, wanted, strict=True):
         means = torch.stack([part.mean() if len(part) else torch.zeros(()) for part in parts])
@@ -144,65 +142,67 @@ def test_importance_is_the_mean_over_routed_tokens_of_router_weight_times_output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how"),
-    each_once(["deepseek_v3", *FEW], [{}, {"sparsity": 0.5}, {"sparsity": 0.5, "score": "wanda", "repair": None}]),
-    ids=str,
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", *FEW])
 @torch.no_grad()
-def test_undo_puts_experts_back_bit_for_bit_and_apply_drops_them_again(name, how):
+def test_undo_puts_experts_back_bit_for_bit_and_apply_drops_them_again(name):
     model, batch = model_of(name), inputs(name)
     before, config = {key: value.clone() for key, value in model.state_dict().items()}, model.config.to_dict()
     parameters, dense = list(model.parameters()), model(**batch).logits
-    result = prune(model, [batch], experts=0.25, **how)
-    pruned, layers = model(**batch).logits, result.layers
-    assert result.sparsity == pytest.approx(how.get("sparsity", 0), abs=0.01)
+    result = shrink(model, [batch], experts=0.25)
+    shrunk = model(**batch).logits
     for _ in range(2):
         result.undo_()
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
         assert model.config.to_dict() == config and torch.equal(model(**batch).logits, dense)
         assert all(own is was for own, was in zip(model.parameters(), parameters, strict=True))
-        assert all(layer.shape == before[layer.name].shape and layer.num_pruned == 0 for layer in result.layers)
         result.apply_()
-        assert torch.equal(model(**batch).logits, pruned) and result.layers == layers
+        assert torch.equal(model(**batch).logits, shrunk)
 
 
-@pytest.mark.slow
-def test_with_a_sparsity_experts_go_first_and_the_rest_is_pruned_as_the_smaller_model_would_be():
-    both, first, batch = model_of("mixtral"), model_of("mixtral"), inputs("mixtral")
-    prune(both, iter([batch]), 0.5, experts=0.25)
-    prune(first, [batch], experts=0.25)
-    prune(first, [batch], 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(both.parameters(), first.parameters(), strict=True))
+def test_prune_answers_the_old_call_with_the_line_to_write():
+    model = model_of("mixtral")
+    with pytest.raises(ValueError, match=r"call shrink\(model, batches, experts=0\.25\), then prune"):
+        prune(model, [text()], experts=0.25)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'expert'"):
+        prune(model, [text()], expert=0.25)
+
+
+def test_a_model_without_some_experts_is_pruned_as_any_other():
+    model, batch = model_of("mixtral"), inputs("mixtral")
+    shrunk = shrink(model, [batch], experts=0.25)
+    result = prune(model, [batch], 0.5)
+    assert result.sparsity == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ValueError, match="trained or changed after it was shrunk"):
+        shrunk.undo_()
+    result.undo_()
+    shrunk.undo_()
+    assert model.config.num_local_experts == NUM
 
 
 def test_groups_of_experts_lose_as_many_each():
-    layers = prune(model_of("deepseek_v3, groups"), [text()], experts=0.5).experts.layers
+    layers = shrink(model_of("deepseek_v3, groups"), [text()], experts=0.5).experts
     assert all([expert < NUM // 2 for expert in layer.dropped].count(True) == NUM // 4 for layer in layers)
 
 
 LINES = {
-    "none": ("llama", 0.25, {}, "LlamaForCausalLM has no experts to drop"),
-    "top-k": ("mixtral", 0.9, {}, "1 of 8 experts a layer would stay, but each token goes to 2; drop at most 0.75"),
-    "rounds to none": ("mixtral", 0.05, {}, "0.05 of 8 experts a layer is none of them"),
-    "rounds to all": ("mixtral", 0.99, {}, "0.99 of 8 experts a layer is all of them"),
-    "fraction": ("mixtral", 1.5, {}, "above 0 and below 1, got 1.5"),
-    "count": ("mixtral", 2, {}, "above 0 and below 1, got 2"),
-    "groups": ("deepseek_v3, groups", 0.125, {}, "a multiple of 2 can be dropped, not 1 of 8: 0.25, say"),
-    "in groups": ("deepseek_v3, groups", 0.75, {}, "1 experts would stay in each of 2 groups"),
-    "score": ("mixtral", 0.25, {"score": "wanda"}, "nothing reads score; give a sparsity"),
-    "repair": ("mixtral", 0.25, {"repair": Repair()}, "nothing reads repair; give a sparsity"),
-    "after dropping": ("mixtral", 0.25, {"sparsity": 0.5, "score": "bitter7"}, "reads exp_avg"),
+    "none": ("llama", 0.25, "LlamaForCausalLM has no experts to drop"),
+    "top-k": ("mixtral", 0.9, "1 of 8 experts a layer would stay, but each token goes to 2; drop at most 0.75"),
+    "rounds to none": ("mixtral", 0.05, "0.05 of 8 experts a layer is none of them"),
+    "rounds to all": ("mixtral", 0.99, "0.99 of 8 experts a layer is all of them"),
+    "all": ("mixtral", 8, "8 of 8 experts a layer is all of them"),
+    "fraction": ("mixtral", 1.5, "or a fraction between 0 and 1, got 1.5"),
+    "groups": ("deepseek_v3, groups", 0.125, "a multiple of 2 can be dropped, not 1 of 8: 0.25, say"),
+    "in groups": ("deepseek_v3, groups", 0.75, "1 experts would stay in each of 2 groups"),
 }
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_what_cannot_be_dropped_is_refused_in_one_line_and_nothing_changes(case):
-    name, fraction, how, line = LINES[case]
+    name, fraction, line = LINES[case]
     model = model_of(name)
     before, config = {key: value.clone() for key, value in model.state_dict().items()}, model.config.to_dict()
     with pytest.raises(ValueError) as error:
-        prune(model, [text()], experts=fraction, **how)
+        shrink(model, [text()], experts=fraction)
     assert line in str(error.value) and "\n" not in str(error.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.config.to_dict() == config
@@ -211,13 +211,13 @@ def test_what_cannot_be_dropped_is_refused_in_one_line_and_nothing_changes(case)
 def test_experts_need_samples_and_a_config_that_fits_the_model():
     model, other = model_of("mixtral"), model_of("mixtral")
     with pytest.raises(ValueError, match="no calibration samples"):
-        prune(model, experts=0.25)
+        shrink(model, [], experts=0.25)
     model.model.layers[0].mlp.gate.weight = torch.nn.Parameter(torch.zeros(6, 16))
     with pytest.raises(ValueError, match=r"mlp\.gate\.weight has not the shape that the model's config says"):
-        prune(model, [text()], experts=0.25)
+        shrink(model, [text()], experts=0.25)
     other.model.layers[0].mlp.register_buffer("number_of_token", torch.arange(3))
     with pytest.raises(ValueError, match="number_of_token has not the shape"):
-        prune(other, [text()], experts=0.25)
+        shrink(other, [text()], experts=0.25)
 
 
 def test_experts_that_are_separate_modules_are_refused(monkeypatch):
@@ -226,62 +226,11 @@ def test_experts_that_are_separate_modules_are_refused(monkeypatch):
     values |= {"decoder_start_token_id": 0, "num_sparse_encoder_layers": 1}
     monkeypatch.setitem(FAMILIES, "switch", (kind, values, text))
     with pytest.raises(ValueError, match="are modules of their own"):
-        prune(build("switch"), [text() | {"labels": text()["input_ids"]}], experts=0.25)
-
-
-def test_a_folder_is_written_whose_config_says_the_number_and_the_result_says_why(tmp_path, capsys):
-    numpy = pytest.importorskip("numpy")
-    from prunus.cli import main
-
-    model = model_of("mixtral")
-    model.save_pretrained(tmp_path / "model")
-    numpy.random.default_rng(0).integers(3, 64, 800).astype("<u2").tofile(tmp_path / "tokens.u16")
-    data = ["--tokens", f"{tmp_path}/tokens.u16", "--samples", "8", "--length", "12", "--eval-windows", "4"]
-
-    def command(out, *more):
-        main(["prune", f"{tmp_path}/model", *data, "--out", f"{tmp_path}/{out}", "--experts", "0.25", *more])
-        return json.loads((tmp_path / out / "result.json").read_text())
-
-    alone = command("alone", "--layers")
-    shown = capsys.readouterr().out
-    config = json.loads((tmp_path / "alone" / "config.json").read_text())
-    assert config["num_local_experts"] == 6 and list(alone["rows"]) == ["dense", "experts dropped"]
-    for layer in alone["experts"]:
-        order = sorted(range(NUM), key=layer["importance"].__getitem__)
-        assert layer["dropped"] == sorted(order[:2]) and sum(layer["num_tokens"]) == 2 * 8 * 12
-        assert all(f"{number} ({layer['importance'][number]:.4g})" in shown for number in range(NUM))
-    small = type(model).from_pretrained(tmp_path / "alone")
-    weights = eligible(small).weights
-    assert all(bool((weight.parameter != 0).all()) for weight in weights)
-    assert alone["rows"]["experts dropped"]["parameters"] == sum(p.numel() for p in small.parameters())
-
-    both = command("both", "--sparsity", "0.5", "--no-repair")
-    assert both["experts"] == alone["experts"] and list(both["rows"]) == ["dense", "experts dropped", "wanda"]
-    assert both["rows"]["wanda"]["sparsity"] == pytest.approx(0.5, abs=0.01)
-    for wrong, line in {"--score": "nothing reads --score", "--experts": "above 0 and below 1"}.items():
-        with pytest.raises(SystemExit):
-            command("wrong", wrong, "magnitude" if wrong == "--score" else "1.5")
-        assert line in capsys.readouterr().err and not (tmp_path / "wrong").exists()
-
-
-@pytest.mark.parametrize("repair", [None, Repair(iterations=3)])
-def test_another_tau_after_undo_drops_the_experts_again(repair):
-    model = model_of("mixtral")
-    dense = model.config.num_local_experts
-    result = prune(model, [text()], 0.4, probe=Probe(schedule="joint"), experts=0.25, repair=repair)
-    forwards = result.cost.forwards
-    result.undo_()
-    with pytest.raises(ValueError, match="increase allowed"):
-        result.retake_(-1.0)
-    assert model.config.num_local_experts == dense
-    result.retake_(0.5)
-    assert model.config.num_local_experts == len(result.experts.layers[0].kept) < dense
-    assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
-    assert result.cost.forwards == forwards
+        shrink(build("switch"), [text() | {"labels": text()["input_ids"]}], experts=0.25)
 
 
 @pytest.mark.parametrize("batches", [torch.zeros(2, 2, 8).long(), {"input_ids": torch.zeros(2, 8).long()}, 0.5])
 def test_what_are_no_batches_is_refused_before_experts_are_dropped(batches):
     model = model_of("mixtral")
     with pytest.raises(ValueError, match=r"put it into a list|iterable of batches"):
-        prune(model, batches, experts=0.25)
+        shrink(model, batches, experts=0.25)

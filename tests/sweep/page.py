@@ -5,9 +5,9 @@ from typing import Any
 
 YES = "yes"
 ONE_SHOT = ("magnitude", "wanda", "fisher")
-UNITS = ("neurons", "heads")
-CHECKS = ("training", *ONE_SHOT, "repair", "export", "doctor", "sparse run", *UNITS)
-COLUMNS = ("training", "one-shot", "repair", "export", "doctor", "sparse run", *UNITS)
+SHRINKS = ("neurons", "heads", "layers")
+CHECKS = ("training", *ONE_SHOT, "repair", "export", "doctor", "sparse run", *SHRINKS)
+COLUMNS = ("training", "one-shot", "repair", "export", "doctor", "sparse run", *SHRINKS)
 HEAD = """\
 # Which models are supported
 
@@ -23,6 +23,7 @@ treated differently, and *no* where it failed; the reasons stand below the table
 - **sparse run**: `sparsify_`, then the same outputs.
 - **neurons**, **heads**: a quarter of them cut, different ones in each layer; the outputs are those of the model in
   which nothing reads them, and those of the folder that plain `from_pretrained` loads.
+- **layers**: a model of five layers loses one; plain `from_pretrained` loads the folder, with equal outputs.
 
 The last columns say which share of all parameters is prunable, and which other matrices stay dense by default, with
 their number. Norms and biases are never pruned.

@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import assert_equal_models, build  # noqa: E402
-from page import CHECKS, ONE_SHOT, UNITS, YES, page, version_key  # noqa: E402
+from page import CHECKS, ONE_SHOT, YES, page, version_key  # noqa: E402
 from table import TABLE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
@@ -42,12 +43,14 @@ from prunus.doctor import examine  # noqa: E402
 from prunus.eligible import eligible  # noqa: E402
 from prunus.oneshot.calibration import Calibration  # noqa: E402
 from prunus.oneshot.config_units import config_plan  # noqa: E402
-from prunus.oneshot.cut import Cuts  # noqa: E402
+from prunus.oneshot.cuts import Cuts  # noqa: E402
+from prunus.oneshot.drop_layers import drop_layers_  # noqa: E402
 from prunus.oneshot.units import tensor_of  # noqa: E402
 from prunus.sparse.linear import sparsify_  # noqa: E402
 from prunus.sparsity_report import report  # noqa: E402
 
 RECORDS = HERE.parents[1] / "docs" / "evidence"
+NUM_LAYERS = re.compile("n_layers?|(decoder_)?(num_)?((hidden|encoder|decoder)_)?layers|depth")
 LONGEST = 200  # characters of a reason
 State = dict[str, Tensor]
 
@@ -69,13 +72,15 @@ def sweep(name: str, only: Sequence[str] = CHECKS) -> dict[str, Any]:
         reasons = Counter(layer.dense for layer in zeros.layers if layer.dense)
         found |= {"parameters": zeros.num_parameters, "prunable": zeros.num_prunable, "dense": dict(reasons)}
         checks: dict[str, Callable[[], str]] = {
+            "layers": lambda: _shallower(name, Path(folder)),
             "training": lambda: _trained(build(name, TABLE), batch),
             **{score: lambda score=score: _pruned(model, batch, score, loss) for score in ONE_SHOT},
             "repair": lambda: _repaired(model, batch),
             "export": lambda: _exported(model, batch, Path(folder)),
             "doctor": lambda: _examined(Path(folder)),
             "sparse run": lambda: _run_sparse(model, build(name, TABLE), batch),
-            **{kind: lambda kind=kind: _cut(build(name, TABLE), batch, kind, Path(folder)) for kind in UNITS},
+            "neurons": lambda: _cut(build(name, TABLE), batch, "neurons", Path(folder)),
+            "heads": lambda: _cut(build(name, TABLE), batch, "heads", Path(folder)),
         }
         for check, run in checks.items():
             if check not in only:
@@ -192,6 +197,31 @@ def _exported(model: nn.Module, batch: State, folder: Path) -> str:
     assert_equal_models(wanted, model, batch)
     assert_equal_models(load_model(folder / "small"), model, batch)
     return YES
+
+
+def _shallower(name: str, folder: Path) -> str:
+    """A model of five layers loses one, and its folder is that of an ordinary model."""
+    kind, values, inputs = TABLE[name]
+    model, batch = build(name, {name: (kind, _deeper(values), inputs)}), inputs()
+    drop_layers_(Calibration(model, [batch]), 1)
+    model.save_pretrained(folder / "shallower")
+    assert_equal_models(type(model).from_pretrained(folder / "shallower"), model, batch)
+    return YES
+
+
+def _deeper(values: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration with five layers, or three in each stage."""
+    deeper = {key: _deeper(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for key, value in values.items():
+        if NUM_LAYERS.fullmatch(key) and isinstance(value, int):
+            deeper[key] = 5
+        elif key in ("layer_types", "attention_window"):
+            deeper[key] = (value * 3)[:5]
+        elif key == "attention_types":
+            deeper[key] = [[value[0][0], 2], [["global"], 1]]
+        elif key in ("depths", "depth", "block_sizes"):
+            deeper[key] = [3 for _ in value]
+    return deeper
 
 
 def _examined(folder: Path) -> str:

@@ -38,6 +38,7 @@ PRUNED: Spec = {
     "seconds": AMOUNT,
     "peak_bytes": AMOUNT,
     "recovery": Maybe(RECOVERY),
+    "sizes": Maybe({"before": {"parameters": COUNT}, "after": {"parameters": COUNT}}),
 }
 MARKS = {
     "before recovery": Mark(MUTED, "dash", width=1.6),
@@ -53,10 +54,10 @@ SQUARES = " If outputs are not logits, the mean square of their difference stand
 
 
 def pruned_page(folder: Path) -> Page:
-    """The figures of a pruned model and a picture of its layers; in between its recovery, if it had one."""
+    """The figures of a pruned or shrunk model and a picture of its layers; in between its recovery, if it had one."""
     result = read_checked(folder / "result.json", PRUNED)
-    rows, recovery = result["rows"], result.get("recovery")
-    metric = next((name for row in rows.values() for name in row if name != "sparsity"), "metric")
+    rows, recovery, sizes = result["rows"], result.get("recovery"), result.get("sizes")
+    metric = next((name for row in rows.values() for name in row if name not in ("sparsity", "parameters")), "metric")
     cells = [
         [name, cell(row["sparsity"], "{:.2%}".format), cell(row.get(metric), _four_decimals)]
         for name, row in rows.items()
@@ -67,11 +68,18 @@ def pruned_page(folder: Path) -> Page:
         record = RecoveryRecord(recovery)
         section = record.section
         parts.append(replace(section, text=f"{record.headline}. {record.lede} {section.text}"))
-    parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"])))
+    title = "units removed from each layer" if sizes else "sparsity of each layer"
+    if result["layers"]:
+        parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"], title)))
     headline = f"{max((row['sparsity'] for row in rows.values()), default=0):.0%} of the weights are zero"
-    cost = f"Pruned in {duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak."
+    if sizes:
+        headline = f"{sizes['after']['parameters']:,} of {sizes['before']['parameters']:,} parameters stay"
+    done = "shrunk" if sizes else "pruned"
+    cost = f"{done.title()} in {duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak."
     notes = (recovery or {}).get("notes") or ()
-    return Page("pruned model", result["settings"]["model"], headline, cost, parts, notes=notes)
+    return Page(
+        "shrunk model" if sizes else "pruned model", result["settings"]["model"], headline, cost, parts, notes=notes
+    )
 
 
 def _four_decimals(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """Tensors without some of their slices, in the places of whole ones, until the whole ones come back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,24 +24,31 @@ class _Cut:
     whole: Tensor
     small: Tensor
     removed: Tensor | None = None  # in main memory, while the small one is in place
+    order: tuple[int, ...] = ()  # of the dimensions in memory, where channels may come last
 
     def apply_(self) -> None:
         whole = self.whole.data
-        self.removed = whole.index_select(self.dim, self.drop.to(whole.device)).cpu()
-        self.small.data = whole.index_select(self.dim, self.keep.to(whole.device))
-        self.whole.data = whole.new_empty(0)
+        order = tuple(sorted(range(whole.ndim), key=lambda dim: -whole.stride(dim)))
+        laid, dim = whole.permute(order), order.index(self.dim)
+        small, removed = (laid.index_select(dim, places.to(whole.device)) for places in (self.keep, self.drop))
+        self.order, self.removed = order, removed.cpu()  # no tensor has changed where memory ends before this
+        self.small.data, self.whole.data = small.permute(_inverse(order)), whole.new_empty(0)
         self.home[self.key] = self.small
 
     def undo_(self) -> None:
         assert self.removed is not None
-        small, shape = self.small.data, list(self.small.shape)
-        shape[self.dim] += len(self.drop)
+        small, dim, shape = self.small.data.permute(self.order), self.order.index(self.dim), list(self.removed.shape)
+        shape[dim] += len(self.keep)
         whole = small.new_empty(shape)
         for places, values in ((self.keep, small), (self.drop, self.removed)):
-            whole.index_copy_(self.dim, places.to(small.device), values.to(small.device))
-        self.whole.data, self.removed = whole, None
-        self.small.data = small.new_zeros(()).expand(small.shape)  # its shape, without its memory
+            whole.index_copy_(dim, places.to(small.device), values.to(small.device))
+        self.whole.data, self.removed = whole.permute(_inverse(self.order)), None
+        self.small.data = small.new_zeros(()).expand(self.small.shape)  # its shape, without its memory
         self.home[self.key] = self.whole
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
 
 
 @dataclass(repr=False)
@@ -80,7 +87,7 @@ class Cuts:
         return Cuts.of(model, {where: torch.cat(places) for where, places in drop.items()}, numbers)
 
     def apply_(self) -> None:
-        """Cut, unless it is cut already; on an exception, as where memory runs out, everything is as before."""
+        """Cut, unless it is cut already; after an exception everything is as before."""
         if self.is_applied:
             return
         self.is_applied = True
@@ -97,11 +104,11 @@ class Cuts:
         """Put everything back, bit for bit."""
         if self.is_applied:
             for cut in reversed(self._cuts):
-                if cut.home[cut.key] is cut.small:
+                if cut.removed is not None:
                     cut.undo_()
             for owner, key, before, _ in reversed(self._numbers):
-                if before is not MISSING:
+                if before is not MISSING and getattr(owner, key, MISSING) != before:
                     setattr(owner, key, before)
-                elif hasattr(owner, key):
+                elif before is MISSING and hasattr(owner, key):
                     delattr(owner, key)
         self.is_applied = False

@@ -1,0 +1,288 @@
+"""What shrinking is worth: smaller models made by several ways, on held-out data, and after learning.
+
+Every way removes as much from the same model with the same calibration samples, over several draws of them. A record
+is on disk after every figure, and records of one model become one table of ``shrink.md``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunus import BlockTuning
+from prunus.oneshot.shrink import Shrinking, Split, Targets, shrink
+from prunus.oneshot.shrink_result import ShrinkResult
+from prunus.oneshot.structured import UNIT_SCORES, RandomScore
+from prunus.oneshot.widths import Wanted
+from prunus.trained.data import tokenizer_of
+from prunus.trained.model import TrainedModel
+
+from .benchmark import Row
+from .clocks import timed
+from .learning import Learning, LearningStudy, SeedCase
+from .multiplications import multiplications
+from .study import share_of
+
+WHAT = "shrink quality"
+RECOVERED = "-recover"  # behind the name of a way: its model has learned
+TORCH_PRUNING = "torch-pruning"
+PROMPTS = (
+    "The city was founded in the twelfth century and",
+    "Photosynthesis is the process by which",
+    "Once the war had ended , the general returned to",
+)
+NEW_TOKENS = 60
+FEW = 2  # images that are enough to count multiplications
+
+
+@dataclass(frozen=True)
+class ShrinkWay:
+    """How a model is made smaller; ``score`` chooses the units in place of OBS."""
+
+    title: str
+    score: str | None = None
+    refit: bool = True
+    targets: Targets = "own"
+    tunes: bool = False
+    split: Split = "even"
+    depth: bool = False  # whole layers go
+
+
+SCORES = {"random": "random", "norm": "norm", "wanda": "WANDA, summed", "flap": "FLAP"}
+WAYS: dict[str, ShrinkWay] = {
+    **{score: ShrinkWay(title, score, refit=False) for score, title in SCORES.items()},
+    TORCH_PRUNING: ShrinkWay("Torch-Pruning, norm"),
+    "layers": ShrinkWay("layers dropped", depth=True),
+    **{f"{score}-refit": ShrinkWay(f"{title}, our refit", score) for score, title in SCORES.items()},
+    "obs": ShrinkWay("OBS, old values", refit=False),
+    "dense-targets": ShrinkWay("OBS, refit on dense targets", targets="dense"),
+    "solved": ShrinkWay("**shrink**"),
+    "tuned": ShrinkWay("**shrink, tuned**", tunes=True),
+    "layers-tuned": ShrinkWay("layers dropped, tuned", tunes=True, depth=True),
+    "measured": ShrinkWay("**shrink, split measured, tuned**", tunes=True, split="measured"),
+}
+PEERS = (*SCORES, TORCH_PRUNING, "layers")  # what others do
+if TYPE_CHECKING:
+    WayName = str
+else:
+    WayName = Literal[tuple(WAYS)]
+
+
+def title_of(way: str) -> str:
+    base = way.removesuffix(RECOVERED)
+    title = WAYS[base].title if base in WAYS else base
+    return title if way == base else f"{title}, recovered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkQuality(LearningStudy):
+    """Make a trained model smaller by several ways, let some learn, and evaluate each, over several seeds.
+
+    --model is a Hugging Face folder, with --tokens and --eval-tokens, and to learn --train-tokens and
+    --held-out-tokens; a checkpoint of prunus, which knows its data ({seed} stands for the seed); or the weights of
+    ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and the same
+    command continues it. Torch-Pruning is left out where it is not installed.
+    """
+
+    what: ClassVar[str] = WHAT
+
+    ways: tuple[WayName, ...] = ("solved", "tuned")  # how models are made smaller
+    recover: tuple[WayName, ...] = ()  # which of them learn afterwards
+    levels: tuple[str, ...] = ("25", "50")  # what is removed: percent, or a share as 1/3
+    of: Literal["weights", "multiplications"] = "weights"  # of the blocks
+    texts: bool = False  # write texts with the dense model and with those that have learned
+
+    def runs(self) -> dict[tuple[str, str], list[Learning]]:
+        """The dense model is always evaluated."""
+        runs: dict[tuple[str, str], list[Learning]] = {("dense", ""): []}
+        for level in self.levels:
+            for way in dict.fromkeys((*self.ways, *self.recover)):
+                steps = self.steps if way in self.recover else ()
+                runs[way, level] = [Learning(f"{way}{RECOVERED}", level, num) for num in steps]
+        return runs
+
+    def rows(self, case: SeedCase, start: str, level: str, runs: Sequence[Learning]) -> Iterator[Row]:
+        trained, model = case.trained, case.trained.model
+        if start == TORCH_PRUNING and not find_spec("torch_pruning"):
+            print(f"{start}: left out, since the package torch-pruning is not installed", flush=True)
+            return
+        with Smaller(self, trained, case.seed).by(start, level) as sizes:
+            row = {"way": start, "level": level, "steps": 0, "metric": trained.metric, "value": trained.evaluate(model)}
+            texts = self._texts(model) if not level else {}
+            yield row | sizes | texts
+            for run in runs:
+                with case.recovered(model, run) as recovery:
+                    after = row | {"way": run.way, "steps": run.steps, "value": trained.evaluate(model)}
+                    after |= {name: value for name, value in sizes.items() if name in SIZES}
+                    yield recovery.figures() | after | {"before_value": row["value"]} | self._texts(model)
+
+    def count(self, row: Row) -> str:
+        return f"{row['weights']:,} weights" if "weights" in row else "dense"
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"of": self.of}
+
+    def _texts(self, model: nn.Module) -> Row:
+        """Greedy continuations of fixed prompts."""
+        if not self.texts:
+            return {}
+        tokenizer = tokenizer_of(self.model, self.gguf_file)
+        if tokenizer is None:
+            raise ValueError(f"{self.model} has no tokenizer to write texts with; leave out --texts")
+        return {"texts": [continued(model, tokenizer, prompt) for prompt in PROMPTS]}
+
+
+@torch.no_grad()
+def continued(model: Any, tokenizer: Any, prompt: str) -> str:
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    end = model.generation_config.eos_token_id
+    pad = end[0] if isinstance(end, list) else end
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    written = model.generate(ids, pad_token_id=pad or 0, **options)
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+# How a model is made smaller
+
+SIZES = ("weights", "parameters", "num_bytes", "multiplications", "removed")  # of a row, which learning leaves
+
+
+@dataclass
+class Smaller:
+    """One trained model, made smaller for a while."""
+
+    options: ShrinkQuality
+    trained: TrainedModel
+    seed: int
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.options.device)
+
+    @contextmanager
+    def by(self, name: str, level: str) -> Iterator[Row]:
+        """The model is smaller inside; what it is like, and what that took."""
+        model, images = self.trained.model, self._images()
+        if name == "dense":
+            yield {"seconds": 0.0} | self._multiplications(images)
+            return
+        if name == TORCH_PRUNING:
+            assert images is not None
+            version = {"torch_pruning": metadata.version("torch-pruning")}
+            seconds, undo = timed(lambda: torch_pruned_(model, images, share_of(level), self._multiplied), self.device)
+            row = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds} | version
+        else:
+            wanted = self._wanted(name, level, images)
+            seconds, result = timed(lambda: self._shrunk(WAYS[name], wanted), self.device)
+            undo, row = result.undo_, row_of(result) | {"seconds": seconds}
+        try:
+            yield row | self._multiplications(images)
+        finally:
+            undo()
+
+    def _shrunk(self, way: ShrinkWay, wanted: Wanted) -> ShrinkResult:
+        model, batches = self.trained.model, self.trained.batches
+        if way.split == "measured":
+            return shrink(model, batches, size=wanted.size, split=way.split, tune=way.tunes, progress=False)
+        score = None if way.score is None else UNIT_SCORES[way.score]
+        if isinstance(score, RandomScore):
+            score = RandomScore(self.seed)
+        tuning = BlockTuning() if way.tunes else None
+        return Shrinking(model, batches, tuning, way.targets, score=score, refit=way.refit).run(wanted)
+
+    def _wanted(self, name: str, level: str, images: Tensor | None) -> Wanted:
+        share, way = float(share_of(level)), WAYS[name]
+        if way.depth:
+            return Wanted(layers=share)
+        if way.split == "measured" or self.options.of == "weights":
+            return Wanted(size=1 - share)
+        if images is None:
+            raise ValueError("--of multiplications is for models that read images")
+        return Wanted(neurons=neurons_for(self.trained.model, images, share_of(level)))
+
+    def _images(self) -> Tensor | None:
+        """A few images, if the model reads them."""
+        first = self.trained.batches[0]
+        is_images = isinstance(first, tuple) and first[0].is_floating_point()
+        return first[0][:FEW].to(self.device) if is_images else None
+
+    def _multiplied(self, model: nn.Module, images: Tensor) -> int:
+        return multiplications(model, images[:1])
+
+    def _multiplications(self, images: Tensor | None) -> Row:
+        return {} if images is None else {"multiplications": self._multiplied(self.trained.model, images)}
+
+
+def row_of(result: ShrinkResult) -> Row:
+    """What was removed, what stays, and what it cost."""
+    sizes = {"weights": result.after.weights, "weights_before": result.before.weights}
+    sizes |= {"parameters": result.after.parameters, "num_bytes": result.after.num_bytes, "removed": result.removed}
+    cost = {"parts": dict(result.cost.parts), "peak_bytes": result.cost.peak_bytes, "notes": result.notes}
+    mixtures = {"mixtures": [[one.layers, one.distance] for one in result.mixtures]} if result.mixtures else {}
+    return sizes | cost | mixtures
+
+
+def neurons_for(model: nn.Module, images: Tensor, removed: Fraction) -> float:
+    """The smallest share of inner channels without which the model has that share of multiplications less.
+
+    Widths do not depend on which channels go, so that these are found by norm, on a few images.
+    """
+    work = Shrinking(model, [images], score=UNIT_SCORES["norm"], refit=False)
+
+    @cache
+    def left(thousandths: int) -> int:
+        result = work.run(Wanted(neurons=thousandths / 1000))
+        try:
+            return multiplications(model, images[:1])
+        finally:
+            result.undo_()
+
+    return smallest_share(left, multiplications(model, images[:1]), removed) / 1000
+
+
+def smallest_share(left: Callable[[int], int], dense: int, removed: Fraction) -> int:
+    """The smallest of 1 to 999 thousandths with which at most ``1 - removed`` of ``dense`` is left."""
+    low, high = 1, 999
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if left(middle) <= (1 - removed) * dense else (middle + 1, high)
+    if left(low) > (1 - removed) * dense:
+        raise ValueError(f"without {low / 1000:.1%} of the units, {left(low) / dense:.1%} of the products are left")
+    return low
+
+
+def torch_pruned_(
+    model: nn.Module, images: Tensor, removed: Fraction, count: Callable[[nn.Module, Tensor], int]
+) -> Callable[[], None]:
+    """Remove channels by Torch-Pruning, as its page shows: norms of groups, the same share of every layer.
+
+    Returns what brings the dense model back.
+    """
+    import torch_pruning
+
+    def prune_(model: nn.Module, thousandths: int) -> nn.Module:
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]  # the classes stay
+        torch_pruning.pruner.MagnitudePruner(
+            model,
+            images[:1],
+            importance=torch_pruning.importance.MagnitudeImportance(p=2),
+            pruning_ratio=thousandths / 1000,
+            ignored_layers=linear,
+        ).step()
+        return model
+
+    @cache
+    def left(thousandths: int) -> int:
+        return count(prune_(deepcopy(model), thousandths), images)
+
+    dense = deepcopy(model)
+    prune_(model, smallest_share(left, count(model, images), removed))
+    return lambda: vars(model).update(vars(dense))

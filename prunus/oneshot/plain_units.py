@@ -1,0 +1,140 @@
+"""Units of a model that has no configuration: neurons of MLPs, inner channels of convolution blocks, heads.
+
+A pass shows the order in which layers are called. Layers that follow each other and fit in size are candidates, and a
+check decides: the model without some of the units must compute what it does where nothing reads them. So the channels
+of a residual stream, which other layers read too, stay.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .calibration import Calibration
+from .call_order import Calls, Candidate, Count
+from .plain_heads import HEADS, head_candidates
+from .unit_check import UnitCheck, drawn
+from .units import Kind, Number, Slices, UnitLayer
+
+# attributes that count the channels of a norm, an activation or a depthwise convolution
+WIDTHS = ("num_features", "num_parameters", "in_channels", "out_channels", "groups")
+
+
+@dataclass(frozen=True)
+class PlainPlan:
+    """The units of a model, each layer with a width of its own."""
+
+    layers: list[UnitLayer]
+    reasons: dict[Kind, str]
+    counts: dict[str, Sequence[Count]]  # by field
+
+    def allowed(self, field: str) -> Sequence[int]:
+        return range(1, next(layer.num for layer in self.layers if layer.field == field) + 1)
+
+    def numbers(self, left: Mapping[str, int]) -> list[Number]:
+        return [(module, key, num * left[name]) for name in left for module, key, num in self.counts[name]]
+
+
+def plain_plan(calibration: Calibration) -> PlainPlan:
+    """The units of the model: candidates come from its calls on the first sample, on which they are tried too."""
+    assert not calibration.is_open, "its blocks may be on another device"
+    calls = Calls.of(calibration)
+    heads = list(head_candidates(calibration.model, calls))
+    right = _right(UnitCheck.of(calibration), [*heads, *_neurons(calls)])
+    plan = _plan(sorted(right, key=lambda candidate: calls.place_of(candidate.layer.consumer)))
+    kinds, reasons = {layer.kind for layer in plan.layers}, _reasons(calibration.model, bool(heads))
+    plan.reasons.update({kind: reason for kind, reason in reasons.items() if kind not in kinds})
+    return plan
+
+
+def _reasons(model: nn.Module, has_candidates: bool) -> dict[Kind, str]:
+    """Why there are no units of a kind, if there are none."""
+    name = type(model).__name__
+    heads = f"no module of {name} counts its heads ({', '.join(HEADS[:-1])}) beside layers for query, key and value"
+    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        heads = "nn.MultiheadAttention ties the number of heads to its width"
+    if has_candidates:
+        heads = f"the attention of {name} does not compute the same with fewer heads: it ties their number to its width"
+    return {"neurons": f"no layer of {name} is the only reader of another layer's outputs", "heads": heads}
+
+
+def _plan(candidates: Sequence[Candidate]) -> PlainPlan:
+    counts = {candidate.layer.field: candidate.counts for candidate in candidates}
+    return PlainPlan([candidate.layer for candidate in candidates], {}, counts)
+
+
+def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that pass the check together; those of equal blocks are tried at once, then one by one."""
+
+    def fit(*some: Candidate) -> bool:
+        plan = _plan(some)
+        cut = [(name, slices.dim) for layer in plan.layers for name, slices in layer.slices.items()]
+        return len(set(cut)) == len(cut) and all(_fits(check, plan, share) for share in (0.0, 0.25))
+
+    by_pattern: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_pattern.setdefault(candidate.pattern, []).append(candidate)
+    right: list[Candidate] = []
+    for alike in by_pattern.values():
+        consumers = {candidate.layer.consumer for candidate in right}
+        alike = [candidate for candidate in alike if candidate.layer.consumer not in consumers]
+        if alike:
+            right += alike if fit(*alike) else [one for one in alike if len(alike) > 1 and fit(one)]
+    if len(by_pattern) == 1 or not right or fit(*right):
+        return right
+    together: list[Candidate] = []
+    for candidate in right:
+        together += [candidate] if fit(*together, candidate) else []
+    return together
+
+
+def _fits(check: UnitCheck, plan: PlainPlan, share: float) -> bool:
+    """Whether a share of the units can go; one of each alone shows heads that a reshape would mix up."""
+    if any(layer.num < 2 for layer in plan.layers):
+        return False
+    gone = drawn({layer: max(1, int(share * layer.num)) for layer in plan.layers})
+    left = {layer.field: layer.num - len(units) for layer, units in gone.items()}
+    return not check.fault(gone, plan.numbers(left))
+
+
+def _neurons(calls: Calls) -> Iterator[Candidate]:
+    """Inputs of a layer that may be the outputs of the layer called before it, or of two that gate each other."""
+    for position, consumer in enumerate(calls.order):
+        num, between, producers = calls.num_inputs(consumer), [], []
+        for module in reversed(calls.order[:position] if num > 1 else []):
+            if calls.can_lie_between(module, num):
+                between.append(module)
+                continue
+            producers.append(module)
+            rows = torch.arange(calls.num_outputs(module))
+            if len(rows) == num:
+                yield _candidate(calls, producers, rows[:, None], between, consumer)
+            elif len(rows) == 2 * num and len(producers) == 1:
+                yield _candidate(calls, producers, rows.view(2, num).T, between, consumer, "halves")
+                yield _candidate(calls, producers, rows.view(num, 2), between, consumer, "pairs")
+            if len(rows) != num or len(producers) == 2:
+                break
+
+
+def _candidate(
+    calls: Calls,
+    producers: Sequence[nn.Module],
+    rows: Tensor,
+    between: Sequence[nn.Module],
+    consumer: nn.Module,
+    layout: str = "",
+) -> Candidate:
+    """Units that are ``rows`` (unit, row) of each producer, and columns of the consumer."""
+    num, name = calls.num_inputs(consumer), calls.layers[consumer].name
+    one_each, slices = torch.arange(num)[:, None], {}
+    counts = calls.input_counts(consumer, 1)
+    for module in producers:
+        slices |= calls.output_slices(module, rows)
+        counts += calls.output_counts(module, rows.shape[1])
+    for module in between:
+        tensors = calls.tensors.get(module, {})
+        slices |= {name: Slices(0, one_each) for name, tensor in tensors.items() if tensor.shape[:1] == (num,)}
+        counts += [(module, key, 1) for key in WIDTHS if getattr(module, key, None) == num]
+    slices[name] = Slices(calls.input_dim(consumer), one_each)
+    return Candidate(UnitLayer("neurons", name, name, slices), counts, layout)

@@ -1,0 +1,265 @@
+"""Shrink a trained model: fewer neurons, head groups, layers and experts, and the rest solved to stand in for them."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..input_statistics import eagerly
+from .calibration import Calibration
+from .config_units import config_plan
+from .cuts import Cuts
+from .drop_experts import ExpertLayer, drop_experts_
+from .drop_layers import DroppedLayers, drop_layers_
+from .fewer_layers import fewer_layers
+from .journal import Folder, Journal
+from .layers import matrix_layout
+from .level import Level
+from .loop import Loop
+from .options import BlockTuning
+from .plain_units import plain_plan
+from .progress import Progress, progress_line
+from .resources import Cost
+from .samples import check_batches
+from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
+from .shrink_step import Shrink
+from .step import Change, Layers
+from .structured import UnitScore
+from .unit_check import UnitCheck
+from .units import Plan, UnitLayer
+from .widths import Removed, Wanted, Widths, num_removed
+
+MIXTURES = 3  # of depth and width that are tried, beside width alone
+SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them
+Split = Literal["even", "measured"]
+Targets = Literal["own", "dense"]
+
+
+def shrink(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    size: float | None = None,
+    neurons: Removed = None,
+    heads: Removed = None,
+    layers: Removed = None,
+    experts: Removed = None,
+    multiple: int = 1,
+    split: Split = "even",
+    tune: bool | BlockTuning = False,
+    targets: Targets = "own",
+    batch_size: int | None = None,
+    offload: str | torch.device | None = None,
+    state: Folder | None = None,
+    progress: Progress | bool | None = None,
+) -> ShrinkResult:
+    """Make ``model`` smaller in place, as an ordinary model of its class, and return what was done.
+
+    ``size`` is the share of the weights of the blocks that stays: head groups by this share, and neurons so that the
+    blocks keep the largest number of weights that is not above it. Or say what goes: ``neurons``, ``heads`` (groups: a
+    key and value head with the query heads that read it), ``layers`` and ``experts``, each a fraction or a number a
+    layer. Every layer keeps as many units, since engines read one number for all; ``multiple`` rounds the neurons that
+    stay down to a multiple. In convolutional networks neurons are the inner channels of a block.
+
+    Which units go is chosen on the samples of ``batches`` by structured OBS, block after block; the weights that read
+    the others are solved anew, so that the outputs stay: on the inputs that the shrunk model gives them
+    (``targets="own"``), or as in the dense model (``"dense"``). Of layers those go without which the model's outputs
+    change least, of experts those that add least (REAP). With ``tune``, True or ``BlockTuning(...)``, each block and
+    then the whole model learns the outputs of the dense one. ``split="measured"`` tries a few mixtures of depth and
+    width for a ``size``, tunes each for a short time, and keeps the one that is nearest to the dense model on held-out
+    samples.
+
+    Zeros of a model that is pruned already stay zeros where their units stay. ``batches``, ``batch_size``,
+    ``offload``, ``state`` and ``progress`` are those of ``prune``. After an exception the model is as before.
+    """
+    wanted = Wanted(size, neurons, heads, layers, experts, multiple)
+    if split not in ("even", "measured"):
+        raise ValueError(f"split is even or measured, got {split!r}")
+    if targets not in ("own", "dense"):
+        raise ValueError(f"targets must be own or dense, got {targets!r}")
+    if not isinstance(tune, bool | BlockTuning):
+        raise ValueError(f"tune is True, False or BlockTuning(...), got {tune!r}")
+    check_batches(batches)
+    tuning = BlockTuning() if tune is True else tune or None
+    work = Shrinking(model, list(batches), tuning, targets, batch_size, offload, state)
+    with progress_line(progress, "shrink") as report:
+        if split == "measured":
+            return _measured(work, wanted, report)
+        return work.run(wanted, report)
+
+
+@dataclass
+class Shrinking:
+    """A model, its samples, and how it is shrunk; ``score`` and ``refit`` are for comparisons with other methods."""
+
+    model: nn.Module
+    batches: Sequence[Any]
+    tuning: BlockTuning | None = None
+    targets: Targets = "own"
+    batch_size: int | None = None
+    offload: str | torch.device | None = None
+    state: Folder | None = None
+    score: UnitScore | None = None
+    refit: bool = True
+    _undo: list[Callable[[], None]] = field(default_factory=list)  # the last thing to undo is the last
+
+    def run(self, wanted: Wanted, progress: Progress | None = None) -> ShrinkResult:
+        began, calibration = time.perf_counter(), self._calibration()
+        before, self._undo = _size(calibration), []
+        try:
+            result = self._run(calibration, wanted, before, progress)
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            raise
+        result.cost.seconds = time.perf_counter() - began
+        return result
+
+    def _run(self, calibration: Calibration, wanted: Wanted, before: Size, progress: Progress | None) -> ShrinkResult:
+        removals: list[DroppedLayers | Cuts] = []
+        dropped, experts, cost = None, list[ExpertLayer](), Cost()
+        if wanted.layers is not None:
+            calibration.meter.begin(progress, 0)
+            dropped = drop_layers_(calibration, num_removed("layers", wanted.layers, _num_layers(calibration)))
+            removals.append(dropped)
+            self._undo.append(dropped.undo_)
+            calibration = self._calibration()
+        if wanted.experts is not None:
+            calibration.meter.begin(progress, len(calibration.samples))
+            fewer = drop_experts_(calibration, wanted.experts)
+            removals.append(fewer.cuts)
+            self._undo.append(fewer.cuts.undo_)
+            experts, cost = fewer.layers, calibration.cost
+            calibration = self._calibration()
+        level, cuts, layers = Level({}, {}), Cuts(), list[ShrunkLayer]()
+        if wanted.has_width:
+            level, cuts, layers = self._narrow(calibration, wanted, before, dropped, progress)
+        elif self.tuning is not None:
+            level = self._solved(calibration, [], {}, dropped, progress)
+        level.cost.add_(cost)
+        after = _size(self._calibration())
+        return ShrinkResult(level, calibration.model, layers, dropped, experts, before, after, [], removals, cuts)
+
+    def _narrow(
+        self,
+        calibration: Calibration,
+        wanted: Wanted,
+        before: Size,
+        dropped: DroppedLayers | None,
+        progress: Progress | None,
+    ) -> tuple[Level, Cuts, list[ShrunkLayer]]:
+        """Remove neurons and head groups."""
+        plan = plan_of(calibration)
+        widths = Widths(calibration.model, plan, calibration.weights)
+        left = widths.by_hand(wanted) if wanted.size is None else widths.of_size(wanted.size * before.weights, wanted)
+        changed = [layer for layer in plan.layers if left.get(layer.field, layer.num) < layer.num]
+        numbers = plan.numbers(left)  # refuses numbers that the class does not take
+        calibration = self._calibration([layer.consumer for layer in changed])
+        level = self._solved(calibration, changed, left, dropped, progress)
+        self._undo.append(level.undo_)
+        gone = {layer: (~level.units[layer.consumer]).nonzero().squeeze(1) for layer in changed}
+        if fault := UnitCheck.of(calibration).fault(gone, numbers):
+            raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk so: {fault}")
+        cuts = Cuts.of_units(calibration.model, gone, numbers)
+        cuts.apply_()
+        return level, cuts, [_shrunk(layer, level) for layer in changed]
+
+    @torch.no_grad()
+    def _solved(
+        self,
+        calibration: Calibration,
+        layers: Sequence[UnitLayer],
+        left: Mapping[str, int],
+        dropped: DroppedLayers | None,
+        progress: Progress | None,
+    ) -> Level:
+        """The level whose consumers read nothing of the units that go: their columns are zero, nothing is cut yet."""
+        weights = {layer.consumer: calibration.weights[layer.consumer] for layer in layers}
+        places = {layer.consumer: _columns(calibration, layer) for layer in layers}
+        nums = {layer.consumer: layer.num - left[layer.field] for layer in layers}
+        step = Shrink(places, nums, self.score, self.refit, self.targets, calibration.clock)
+        level, journal, tuning = Level(weights, {}), None, self.tuning
+        if self.state is not None:
+            settings: dict[str, Any] = {"left": dict(left), "targets": self.targets, "tuning": tuning}
+            settings["samples"] = calibration.samples.digest()
+            journal = Journal(self.state, settings, calibration.weights, "shrink")
+        num_steps = len(weights)
+        num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
+        loop = Loop(calibration, level, _unreached, journal=journal, dense=dropped.undone if dropped else nullcontext)
+
+        def finished(names: Sequence[str]) -> None:
+            calibration.meter.step(f"shrunk {names[-1]}")
+
+        try:
+            with calibration.open(), calibration.measured(progress, num_steps) as cost, eagerly():
+                level.cost = cost
+                calibration.check_model()
+                loop.run(step, finished, tuning)
+                loop.finish(True, tuning)
+        except BaseException:
+            if calibration.offload is not None:
+                calibration.offload.unload()
+            level.originals.restore_()
+            raise
+        return level
+
+    def _calibration(self, include: Sequence[str] = ()) -> Calibration:
+        return Calibration(self.model, self.batches, include=include, offload=self.offload, batch_size=self.batch_size)
+
+
+def plan_of(calibration: Calibration) -> Plan:
+    """The units of a model: from its configuration, or from how its layers follow on one another."""
+    is_configured = hasattr(getattr(calibration.model, "config", None), "to_dict")
+    return config_plan(calibration) if is_configured else plain_plan(calibration)
+
+
+def _num_layers(calibration: Calibration) -> int:
+    return sum(blocks.num for blocks in fewer_layers(calibration.model, calibration.blocks).lists)
+
+
+def _size(calibration: Calibration) -> Size:
+    weights = calibration.weights.values()
+    return Size.of(calibration.model, sum(weight.parameter.numel() for weight in weights))
+
+
+def _columns(calibration: Calibration, layer: UnitLayer) -> Tensor:
+    """Columns of the consumer's matrix (out, in) that belong to each unit: of a channel, one for each place."""
+    weight, slices = calibration.weights[layer.consumer], layer.slices[layer.consumer]
+    shape, outputs = matrix_layout(weight)
+    inner = math.prod(size for dim, size in enumerate(shape) if dim not in outputs and dim != slices.dim)
+    return (slices.places[:, :, None] * inner + torch.arange(inner)).flatten(1)
+
+
+def _unreached(layers: Layers) -> dict[str, Change]:
+    raise ValueError(f"no sample reached {next(iter(layers.weights))}; give samples that do")
+
+
+def _shrunk(layer: UnitLayer, level: Level) -> ShrunkLayer:
+    kept, repair = level.units[layer.consumer].nonzero().squeeze(1).tolist(), level.repairs[layer.consumer]
+    return ShrunkLayer(layer.consumer, layer.kind, layer.num, tuple(kept), repair.mask_error, repair.error)
+
+
+def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> ShrinkResult:
+    """Try mixtures of depth and width, each tuned for a short time, and keep the one nearest to the dense model."""
+    if wanted.size is None or wanted.layers is not None:
+        raise ValueError("split='measured' divides a size into depth and width; give size= and no layers=")
+    num = _num_layers(work._calibration())
+    most = min(num - 1, int((1 - wanted.size) * num))
+    mixtures = []
+    for depth in sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)}):
+        trial = replace(work, tuning=SHORT, state=None)
+        result = trial.run(replace(wanted, layers=depth or None), progress)
+        tuned = result.level.tuned_whole
+        result.undo_()
+        if tuned is None:
+            raise ValueError("split='measured' tunes the whole model, and there is too little memory; say layers=")
+        mixtures.append(Mixture(depth, tuned.after))
+    best = min(mixtures, key=lambda one: one.distance)
+    result = work.run(replace(wanted, layers=best.layers or None), progress)
+    result.mixtures = mixtures
+    return result

@@ -1,0 +1,138 @@
+"""How many units of each field stay: from the size that is wanted, or from shares and numbers to remove."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from torch import nn
+
+from .units import Kind, Plan, tensor_of
+
+Removed = int | float | None  # a number of units, or a fraction of them above 0 and below 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be removed: ``size`` is the share of the blocks' weights that stays, the others say what goes."""
+
+    size: float | None = None
+    neurons: Removed = None
+    heads: Removed = None
+    layers: Removed = None
+    experts: Removed = None
+    multiple: int = 1  # of neurons that stay
+
+    def __post_init__(self) -> None:
+        by_hand = [name for name in ("neurons", "heads", "layers", "experts") if getattr(self, name) is not None]
+        if self.size is None and not by_hand:
+            raise ValueError("say how much stays, size=0.7, or what goes: neurons=, heads=, layers= or experts=")
+        if self.size is not None and (self.neurons is not None or self.heads is not None):
+            raise ValueError("size says how many neurons and heads stay; give either size or neurons and heads")
+        if self.size is not None and not (_is_number(self.size) and 0 < self.size < 1):
+            raise ValueError(f"size is the share of the weights that stays, above 0 and below 1, got {self.size!r}")
+        for name in by_hand:
+            _check_removed(name, getattr(self, name))
+        if not isinstance(self.multiple, Integral) or isinstance(self.multiple, bool) or self.multiple < 1:
+            raise ValueError(f"multiple is a whole number, at least 1, got {self.multiple!r}")
+
+    @property
+    def has_width(self) -> bool:
+        return self.size is not None or self.neurons is not None or self.heads is not None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_removed(name: str, value: Removed) -> None:
+    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    if not is_count and not (_is_number(value) and 0 < float(value or 0) < 1):
+        raise ValueError(f"{name} is a number to remove, at least 1, or a fraction between 0 and 1, got {value!r}")
+
+
+def num_removed(name: str, wanted: float, num: int) -> int:
+    """How many of ``num`` go; at least one stays."""
+    removed = int(wanted) if isinstance(wanted, Integral) else round(wanted * num)
+    if removed >= num:
+        raise ValueError(f"{name}={wanted:g} removes {removed} of {num}, and none would stay; give a smaller one")
+    return removed
+
+
+class Widths:
+    """The numbers of units that a plan allows, and the weights that are left with them."""
+
+    def __init__(self, model: nn.Module, plan: Plan, weights: Iterable[str]) -> None:
+        self.plan = plan
+        self.nums: dict[Kind, dict[str, int]] = {"heads": {}, "neurons": {}}  # by kind and field
+        for layer in plan.layers:
+            self.nums[layer.kind][layer.field] = layer.num
+        self._shapes = {name: tuple(tensor_of(model, name).shape) for name in weights}
+
+    def num_weights(self, left: Mapping[str, int]) -> int:
+        """Weights of the blocks where ``left`` units of some fields stay."""
+        shapes = {name: list(shape) for name, shape in self._shapes.items()}
+        for layer in self.plan.layers:
+            for name, slices in layer.slices.items():
+                if name in shapes:
+                    gone = layer.num - left.get(layer.field, layer.num)
+                    shapes[name][slices.dim] -= gone * slices.places.shape[1]
+        return sum(math.prod(shape) for shape in shapes.values())
+
+    def by_hand(self, wanted: Wanted) -> dict[str, int]:
+        left = {}
+        for kind in ("neurons", "heads"):
+            if (removed := getattr(wanted, kind)) is None:
+                continue
+            self._check(kind)
+            for field, num in self.nums[kind].items():
+                left[field] = num - num_removed(kind, removed, num)
+                if kind == "neurons":
+                    left[field] = _rounded(left[field], num, wanted.multiple)
+                elif left[field] not in (allowed := self.plan.allowed(field)):
+                    removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"
+                    raise ValueError(
+                        f"{num - left[field]} of {num} head groups cannot go: the class takes no such number with its "
+                        f"width; numbers that can go: {removable}"
+                    )
+        return left
+
+    def of_size(self, most: float, wanted: Wanted) -> dict[str, int]:
+        """Units that stay so that the blocks keep the largest number of weights that is not above ``most``."""
+        num_now = self.num_weights({})
+        if num_now <= most:
+            return {}
+        if not any(self.nums.values()):
+            raise ValueError(" ".join(self.plan.reasons.values()))
+        heads = {field: self._nearest(field, most / num_now * num) for field, num in self.nums["heads"].items()}
+        free, multiple = self.nums["neurons"], wanted.multiple
+        if not free:
+            free, heads, multiple = self.nums["heads"], {}, 1
+
+        def left(share: float) -> dict[str, int]:
+            widths = {field: _rounded(int(share * num + 1e-9), num, multiple) for field, num in free.items()}
+            return heads | widths
+
+        shares = sorted({k / num for num in set(free.values()) for k in range(1, num + 1)})
+        at = bisect_right(shares, most, key=lambda share: self.num_weights(left(share)))
+        if at == 0 or min(left(shares[at - 1]).values()) < 1:
+            raise ValueError(
+                f"size={wanted.size:g} leaves no neuron: without any, {self.num_weights(left(0.0)):,} of the "
+                f"{num_now:,} weights would still be there, and {int(most):,} may; give a larger size, or layers= too"
+            )
+        return left(shares[at - 1])
+
+    def _nearest(self, field: str, wanted: float) -> int:
+        """The number of head groups that may stay which is nearest to ``wanted`` when that is rounded."""
+        allowed = self.plan.allowed(field)
+        return min(reversed(allowed), key=lambda num: abs(num - round(wanted)))
+
+    def _check(self, kind: Kind) -> None:
+        if not self.nums[kind]:
+            raise ValueError(self.plan.reasons.get(kind) or f"the model has no {kind} that can be removed")
+
+
+def _rounded(left: int, num: int, multiple: int) -> int:
+    """Down to a multiple, but never to nothing where the multiple is larger."""
+    return left if left < min(multiple, num) else left // min(multiple, num) * min(multiple, num)

@@ -1,0 +1,87 @@
+"""How fast a model runs on this machine, one sample at a time: text that it writes, or samples that it reads."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..oneshot.forward import first_tensor, outputs
+from ..oneshot.samples import Chunk, moved, samples_of
+from ..ops.machine import wait_for
+from .data import is_causal, text_config
+
+PROMPT, NEW = 16, 32  # tokens to begin with, and to write
+ROUNDS = 5  # each model is timed once in every round
+SECONDS = 0.2  # at least, of one timing
+LONGEST = 60.0  # seconds after which no other round begins
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians: tokens that ``generate`` writes, or images or samples that the model reads, in a second."""
+
+    unit: str
+    per_second: dict[str, float]  # by model
+
+
+@torch.no_grad()
+def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str, Callable[[], None]]) -> Speed:
+    """The speed of a model in each of its states, which take turns so that a slow moment meets all of them.
+
+    A state is called to bring the model into it. The last one stays.
+    """
+    unit, run = _work(model, batches)
+    seconds: dict[str, list[float]] = {name: [] for name in states}
+    mode, began = model.training, time.perf_counter()
+    model.eval()
+    try:
+        for number in range(ROUNDS):
+            if number and time.perf_counter() - began > LONGEST:
+                break
+            for name, enter in states.items():
+                enter()
+                run()  # kernels are chosen and memory is taken for these shapes
+                seconds[name].append(_seconds_of_one(run))
+    finally:
+        model.train(mode)
+    return Speed(unit, {name: 1 / median(each) for name, each in seconds.items()})
+
+
+def _seconds_of_one(run: Callable[[], int]) -> float:
+    """Seconds of one token or sample, over calls that take a while together."""
+    began, num = time.perf_counter(), 0
+    while not num or time.perf_counter() - began < SECONDS:
+        num += run()
+    return (time.perf_counter() - began) / num
+
+
+def _work(model: Any, batches: Iterable[Any]) -> tuple[str, Callable[[], int]]:
+    """What is counted, and a function that does some of it and returns how much."""
+    device = next(model.parameters()).device
+    sample = moved(samples_of(batches).tree(Chunk(0, 0, 1)), device)
+    if hasattr(model, "can_generate") and is_causal(model):
+        from transformers import GenerationConfig
+
+        ids = sample["input_ids"] if isinstance(sample, Mapping) else sample
+        longest = getattr(text_config(model), "max_position_embeddings", None) or PROMPT + NEW
+        num_new = max(1, min(NEW, longest - 1))
+        prompt = ids[:, : max(1, min(PROMPT, longest - num_new))]
+        how = GenerationConfig(do_sample=False, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0)
+
+        def write() -> int:
+            mask = torch.ones_like(prompt)
+            written = model.generate(prompt, attention_mask=mask, generation_config=how).cpu()
+            return written.shape[1] - prompt.shape[1]
+
+        return "tokens", write
+
+    def read() -> int:
+        outputs(model, sample)
+        wait_for(device)
+        return 1
+
+    return "images" if first_tensor(sample).ndim == 4 else "samples", read
