@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,9 +16,11 @@ from .cuts import Cuts
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
+from .progress import Progress
 from .resources import FAILURES, is_out_of_memory
 from .samples import Chunk, Samples, Stack, Tree, mask_of, rows
 from .skipped import Place, seen_blocks
+from .widths import num_removed
 
 NUM_SAMPLES = 16  # that decide
 SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass
@@ -83,21 +84,21 @@ def _fill(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     module._modules.update(blocks)
 
 
-def drop_layers_(calibration: Calibration, num: int) -> DroppedLayers:
-    """Remove ``num`` blocks: each time that without which the outputs are nearest to the dense model's.
+def drop_layers_(calibration: Calibration, wanted: float, progress: Progress | None = None) -> DroppedLayers:
+    """Remove a number or a fraction of the blocks: each time that without which the outputs change least.
 
     Outputs are compared on at most 16 samples, evenly taken, as KL divergence where they are logits. Each block that
     stays gives what it gave before, and a list keeps at least one. Of equal blocks the first goes. ``calibration``
     still has the weights and blocks of the dense model afterwards.
     """
-    if isinstance(num, bool) or not isinstance(num, Integral) or num < 1:
-        raise ValueError(f"layers is the number of them to remove, at least 1, got {num!r}")
     choice = _Choice(calibration, fewer_layers(calibration.model, calibration.blocks))
-    if num > choice.most:
+    num = num_removed("layers", wanted, choice.num_layers)
+    if not 0 < num <= choice.most:
         raise ValueError(
-            f"{num} of {choice.num_layers} layers cannot go, since one of each list stays; remove at most {choice.most}"
+            f"{num} of {choice.num_layers} layers cannot go: at least one of each list stays; remove 1 to {choice.most}"
         )
-    for _ in range(int(num)):
+    calibration.meter.begin(progress, num * len(choice.calibration.samples))
+    for _ in range(num):
         choice.remove_one()
     dropped = without_layers(choice.plan, choice.gone)
     dropped.distances, dropped.loss, dropped.num_layers = choice.distances, str(choice.distance), choice.num_layers

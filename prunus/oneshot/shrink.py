@@ -32,7 +32,7 @@ from .step import Change, Layers
 from .structured import UnitScore
 from .unit_check import UnitCheck
 from .units import Plan, UnitLayer
-from .widths import Removed, Wanted, Widths, num_removed
+from .widths import Removed, Wanted, Widths
 
 MIXTURES = 3  # of depth and width that are tried, beside width alone
 SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them
@@ -124,8 +124,7 @@ class Shrinking:
         removals: list[DroppedLayers | Cuts] = []
         dropped, experts, cost = None, list[ExpertLayer](), Cost()
         if wanted.layers is not None:
-            calibration.meter.begin(progress, 0)
-            dropped = drop_layers_(calibration, num_removed("layers", wanted.layers, _num_layers(calibration)))
+            dropped = drop_layers_(calibration, wanted.layers, progress)
             removals.append(dropped)
             self._undo.append(dropped.undo_)
             calibration = self._calibration()

@@ -290,7 +290,7 @@ def test_sixteen_samples_are_taken_evenly_from_all():
     assert results[0].distances == pytest.approx(results[1].distances, rel=1e-4)
 
 
-@pytest.mark.parametrize("num", [0, -1, 0.5, 2.0, True, None, "2", 5, 6])
+@pytest.mark.parametrize("num", [0, -1, 0.01, 0.99, 2.0, True, None, "2", 5, 6])
 def test_another_number_than_one_to_all_but_one_is_refused_in_one_line(num):
     model = build("llama")
     before = state_of(model)
