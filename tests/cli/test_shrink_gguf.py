@@ -79,7 +79,7 @@ def logprobs_of(path, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [["--size", "0.7"], ["--heads", "1", "--layers", "1"], ["--neurons", "0.5"]], ids=" ".join
+    "options", [["--size", "0.5"], ["--heads", "1", "--layers", "1"], ["--neurons", "0.5"]], ids=" ".join
 )
 def test_llama_cpp_predicts_what_transformers_predicts(options, tmp_path):
     pytest.importorskip("gguf")
