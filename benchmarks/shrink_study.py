@@ -126,7 +126,7 @@ class ShrinkQuality(LearningStudy):
                     yield recovery.figures() | after | {"before_value": row["value"]} | self._texts(model)
 
     def count(self, row: Row) -> str:
-        return f"{row['weights']:,} weights" if "weights" in row else "dense"
+        return f"{row['parameters']:,} parameters" if "parameters" in row else "dense"
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"of": self.of}
