@@ -47,10 +47,11 @@ class ConfigPlan:
 
     def allowed(self, field: str) -> Sequence[int]:
         """How many units may stay: of heads, some configurations take only divisors of the width."""
-        known = self.fields[field]
-        if known.kind == "neurons":
-            return range(1, known.num + 1)
-        return [left for left in range(1, known.num + 1) if left == known.num or _takes(self.model, known.values(left))]
+        counted = self.fields[field]
+        if counted.kind == "neurons":
+            return range(1, counted.num + 1)
+        fewer = [left for left in range(1, counted.num) if _takes(self.model, counted.values(left))]
+        return [*fewer, counted.num]
 
 
 def config_plan(calibration: Calibration) -> ConfigPlan:

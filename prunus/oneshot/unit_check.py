@@ -47,13 +47,16 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        """On the first sample, or its first tokens; ValueError where the model cannot read it."""
+        """On the first sample, of which a model that has a configuration reads the first tokens.
+
+        ValueError where the model cannot read it.
+        """
         with calibration.open(), eagerly():
             calibration.check_model()
-        sample = calibration.samples.tree(next(calibration.samples.chunks(1)))
-        sample = shortened(sample, NUM_TOKENS) if num_tokens(sample) > NUM_TOKENS else sample
-        offload = None if calibration.offload is None else calibration.offload.device
-        return UnitCheck(calibration.model, sample, offload)
+        model, sample = calibration.model, calibration.samples.tree(Chunk(0, 0, 1))
+        if hasattr(model, "config") and num_tokens(sample) > NUM_TOKENS:  # others may read one length alone
+            sample = shortened(sample, NUM_TOKENS)
+        return UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
         """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.

@@ -106,7 +106,7 @@ class Widths:
             return {}
         if not any(self.nums.values()):
             raise ValueError(" ".join(self.plan.reasons.values()))
-        heads = {field: self._nearest(field, most / num_now * num) for field, num in self.nums["heads"].items()}
+        heads = {field: self._at_least(field, most / num_now * num) for field, num in self.nums["heads"].items()}
         free, multiple = self.nums["neurons"], wanted.multiple
         if not free:
             free, heads, multiple = self.nums["heads"], {}, 1
@@ -124,10 +124,9 @@ class Widths:
             )
         return left(shares[at - 1])
 
-    def _nearest(self, field: str, wanted: float) -> int:
-        """The number of head groups that may stay which is nearest to ``wanted`` when that is rounded."""
-        allowed = self.plan.allowed(field)
-        return min(reversed(allowed), key=lambda num: abs(num - round(wanted)))
+    def _at_least(self, field: str, wanted: float) -> int:
+        """The smallest number of head groups that may stay and is not below ``wanted``: neurons go instead."""
+        return next(num for num in self.plan.allowed(field) if num >= wanted - 1e-9)
 
     def _check(self, kind: Kind) -> None:
         if not self.nums[kind]:

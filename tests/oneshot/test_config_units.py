@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from prunus.oneshot import cuts
+from prunus.oneshot import cuts as cutting
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.config_units import config_plan
 from prunus.oneshot.cuts import Cuts
@@ -290,7 +290,7 @@ def test_an_exception_leaves_the_model_as_it_was(where, monkeypatch):
 
         return run
 
-    home, name = (cuts._Cut, "apply_") if where == "cut" else (type(model), "forward")
+    home, name = (cutting._Cut, "apply_") if where == "cut" else (type(model), "forward")
     monkeypatch.setattr(home, name, failing(getattr(home, name)))
     with pytest.raises(error):
         plan_of(model, batch)

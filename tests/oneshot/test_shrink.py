@@ -138,7 +138,7 @@ def test_a_size_keeps_the_largest_number_of_weights_that_is_not_above_it():
         widths.of_size(0.05 * total, Wanted(size=0.05))
 
 
-def test_heads_of_a_size_are_the_nearest_number_that_the_class_takes():
+def test_heads_of_a_size_are_not_fewer_than_it_says_where_the_class_takes_only_some_numbers():
     model, fields = qwen()
     widths = Widths(model, Fake(fields[:1], [2]), [name for name, _ in model.named_parameters()])
     with pytest.raises(ValueError, match=r"1 of 2 head groups cannot go: .* numbers that can go: none"):
