@@ -151,8 +151,11 @@ def _model(model: ModelFigures) -> str:
     unit, seeds = settings["unit"], sorted({seed for rows in model.rows.values() for seed in rows})
     about = f"{settings['about']}. " if settings["about"] else ""
     about += f"Levels are shares {OF[settings['of']]}. Calibrated on {settings['samples']} {unit}, seeds "
-    about += f"{', '.join(map(str, seeds))}; {model.metric} on {settings['held_out']:,} held-out {unit}. "
-    about += f"What learns reads {settings['batch']} a step."
+    about += f"{', '.join(map(str, seeds))}; {model.metric} on {settings['held_out']:,} held-out {unit}."
+    rows = [row for by_seed in model.rows.values() for row in by_seed.values()]
+    about += f" What learns reads {settings['batch']} a step." if any(row["steps"] for row in rows) else ""
+    versions = sorted({row["torch_pruning"] for row in rows if "torch_pruning" in row})
+    about += f" Torch-Pruning {', '.join(versions)}." if versions else ""
     headings = ["way", *map(level_name, levels), "what is left", "steps", "learning rate", "s"]
     ways = [way for base in WAYS for way in (base, f"{base}{RECOVERED}")]
     lines = [["dense", *[model.cell("dense", "")] * len(levels), "", "", "", ""]]

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 
 from prunus import BlockTuning
 from prunus.lab.models import Basic, PadShortcut
-from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.cuts import Cuts
-from prunus.oneshot.shrink import Shrinking, Split, Targets, plan_of, shrink
+from prunus.oneshot.shrink import Shrinking, Split, Targets, shrink
 from prunus.oneshot.shrink_result import ShrinkResult
 from prunus.oneshot.structured import UNIT_SCORES, RandomScore
-from prunus.oneshot.widths import Wanted, Widths
+from prunus.oneshot.widths import Wanted
 from prunus.trained.data import tokenizer_of
 from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
 from .clocks import timed
 from .learning import Learning, LearningStudy, SeedCase
-from .multiplications import multiplications
+from .multiplications import multiplications, neurons_for, smallest_share
 from .study import share_of
 
 WHAT = "shrink quality"
@@ -128,7 +126,7 @@ class ShrinkQuality(LearningStudy):
                     yield recovery.figures() | after | {"before_value": row["value"]} | self._texts(model)
 
     def count(self, row: Row) -> str:
-        return f"{row['weights']:,} weights" if "weights" in row else "dense"
+        return f"{row['parameters']:,} parameters" if "parameters" in row else "dense"
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"of": self.of}
@@ -238,37 +236,6 @@ def row_of(result: ShrinkResult) -> Row:
     cost = {"parts": dict(result.cost.parts), "peak_bytes": result.cost.peak_bytes, "notes": result.notes}
     mixtures = {"mixtures": [[one.layers, one.distance] for one in result.mixtures]} if result.mixtures else {}
     return sizes | cost | mixtures
-
-
-def neurons_for(model: nn.Module, images: Tensor, removed: Fraction) -> float:
-    """The smallest share of inner channels without which the model has that share of multiplications less."""
-    calibration = Calibration(model, [images])
-    plan = plan_of(calibration)
-    widths = Widths(model, plan, calibration.weights)
-
-    @cache
-    def left(thousandths: int) -> int:
-        stay = widths.by_hand(Wanted(neurons=thousandths / 1000))
-        gone = {layer: torch.arange(stay[layer.field], layer.num) for layer in plan.layers if layer.field in stay}
-        cuts = Cuts.of_units(model, gone, plan.numbers(stay))  # how many go counts, not which
-        try:
-            cuts.apply_()
-            return multiplications(model, images[:1])
-        finally:
-            cuts.undo_()
-
-    return smallest_share(left, multiplications(model, images[:1]), removed) / 1000
-
-
-def smallest_share(left: Callable[[int], int], dense: int, removed: Fraction) -> int:
-    """The smallest of 1 to 999 thousandths with which at most ``1 - removed`` of ``dense`` is left."""
-    low, high = 1, 999
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if left(middle) <= (1 - removed) * dense else (middle + 1, high)
-    if left(low) > (1 - removed) * dense:
-        raise ValueError(f"without {low / 1000:.1%} of the units, {left(low) / dense:.1%} of the products are left")
-    return low
 
 
 def left_alone(model: nn.Module) -> list[nn.Module]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import learning
 from benchmarks.__main__ import main
 from benchmarks.page import tables
 from prunus.lab.data.batches import ImageShape
@@ -48,6 +49,25 @@ def small_shape():
     """That of a random Llama."""
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
     return shape | {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def kill_recovery(monkeypatch):
+    """Kills the recovery of a number."""
+
+    def kill(which):
+        recover, num = learning.recover, 0
+
+        def killed(*args, **options):
+            nonlocal num
+            num += 1
+            if num == which:
+                raise KeyboardInterrupt
+            return recover(*args, **options)
+
+        monkeypatch.setattr(learning, "recover", killed)
+
+    return kill
 
 
 @pytest.fixture

@@ -35,19 +35,10 @@ def runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, monkeypatch):
+def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, kill_recovery):
     ways = ["control", "recover", "hard", "magnitude-recover", "trained-recover"]
     command = ["recover-study", *runs, "--levels", "80", "--steps", "3", "2", "--ways", *ways]
-    recover, num = learning.recover, 0
-
-    def killed(*args, **options):
-        nonlocal num
-        num += 1
-        if num == 4:
-            raise KeyboardInterrupt
-        return recover(*args, **options)
-
-    monkeypatch.setattr(learning, "recover", killed)
+    kill_recovery(4)
     with pytest.raises(SystemExit):
         main(command)
     before = records(tmp_path)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import learning, page
+from benchmarks import page
 from benchmarks import shrink_study as study
 from benchmarks.__main__ import main
+from benchmarks.multiplications import smallest_share
 from benchmarks.shrink_figures import GOALS, best_of, increase, parts, read_figures
 from benchmarks.study import level_name, share_of
 from prunus.lab.run import Run
@@ -45,18 +46,9 @@ def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_st
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues(llama, tmp_path, monkeypatch):
+def test_a_killed_study_continues(llama, tmp_path, kill_recovery):
     command = [*llama, "--levels", "25", "50", "--ways", "tuned", "--recover", "dense-targets", "--steps", "2"]
-    recover, num = learning.recover, 0
-
-    def killed(*args, **options):
-        nonlocal num
-        num += 1
-        if num == 2:
-            raise KeyboardInterrupt
-        return recover(*args, **options)
-
-    monkeypatch.setattr(learning, "recover", killed)
+    kill_recovery(2)
     with pytest.raises(SystemExit):
         main(command)
     before = records(tmp_path)
@@ -113,10 +105,10 @@ def test_the_smallest_share_is_found_that_removes_enough(removed):
     def left(share):
         return (1000 - share) // 7 * 7
 
-    share = study.smallest_share(left, 1000, removed)
+    share = smallest_share(left, 1000, removed)
     assert left(share) <= (1 - removed) * 1000 and (share == 1 or left(share - 1) > (1 - removed) * 1000)
     with pytest.raises(ValueError, match="are left"):
-        study.smallest_share(lambda share: 1000, 1000, removed)
+        smallest_share(lambda share: 1000, 1000, removed)
 
 
 def test_levels_are_percent_or_shares():
