@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -224,7 +225,9 @@ def _texts(model: ModelFigures) -> str:
 
 
 def _quoted(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "\\`*_<>|#[]" else letter for letter in " ".join(f" {text}".split(" ")))
+    """In one line, a sign for each run of line breaks."""
+    text = re.sub(r"\s*\n\s*", " ⏎ ", text)
+    return "".join(f"\\{letter}" if letter in "\\`*_<>|#[]" else letter for letter in f" {text}")
 
 
 def _speeds(folder: Path, what: str) -> str:
