@@ -17,12 +17,12 @@ from torch import Tensor
 from .gram import Moments
 from .problem import Problem
 from .resources import Clock
-from .solver import changes_of, damped_enough, inverse_of, least_squares
+from .solver import changes_of, damped_enough, descended, inverse_of
 from .step import Change, LayerRepair, Layers
 from .structured import UnitScore, cheapest
 
 DAMPING = 0.01
-STEPS = 30  # of conjugate gradients, where weights of the layer are zero already
+STEPS = 30  # of conjugate gradients, in rows of weights of which some are zero already
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,10 @@ class Shrink:
             with self.clock.part("refine"):
                 if (values := _refit(problem, keep)) is None:
                     return None
-                best = least_squares(problem, support, values, STEPS)
-                if not bool(problem.live.all()):  # weights of a pruned model are nearer than a refit without its zeros
-                    best = problem.better(best, least_squares(problem, support, problem.scaled(), STEPS), mask)
+                best = problem.candidate(_without_zeros(problem, support, values, values), support)
+                if problem.live_by_layer:  # weights of a pruned model are nearer than a refit without its zeros
+                    dense = _without_zeros(problem, support, values, problem.scaled())
+                    best = problem.better(best, problem.candidate(dense, support), mask)
         shifts, units = problem.split(self._shift(problem, best.weight, moments)), _all_but(gone, len(places))
         return {
             name: replace(change, bias=shifts[name], units=units)
@@ -132,6 +133,13 @@ def _all_but(gone: Tensor, num: int) -> Tensor:
 def _smallest(scores: Tensor, places: Tensor, num: int) -> Tensor:
     """The ``num`` units whose columns' scores have the smallest sums; of equal ones the first."""
     return scores[places].sum(1).argsort(stable=True)[:num]
+
+
+def _without_zeros(problem: Problem, support: Tensor, values: Tensor, start: Tensor) -> Tensor:
+    """``values`` with least squares on the support, from ``start``, in the rows that have zeros already."""
+    rows = (~problem.live).any(1).nonzero().squeeze(1)
+    solved = descended(problem.gram, problem.targets[rows], support[rows], start[rows], STEPS)
+    return values.index_copy(0, rows, solved)
 
 
 def _refit(problem: Problem, keep: Tensor) -> Tensor | None:

@@ -176,25 +176,30 @@ def inverse_by_panels(factor: Tensor) -> Tensor:
 
 
 def least_squares(problem: Problem, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
-    """Least squares on a support, from ``values`` on: conjugate gradients, each row with steps of its own.
+    """Least squares on a support, from ``values`` on.
 
     A row whose error would rise by it (a dtype rounds) keeps its dense weights on the support.
     """
+    return problem.candidate(descended(problem.gram, problem.targets, support, values, num_steps), support)
+
+
+def descended(gram: Tensor, targets: Tensor, support: Tensor, values: Tensor, num_steps: int) -> Tensor:
+    """Scaled values on a support after conjugate gradients, each row with steps of its own."""
     values = values * support
-    residual = (problem.targets - values @ problem.gram).mul_(support)
-    enough = 0.01 * torch.finfo(values.dtype).eps * (problem.targets * support).square().sum(1, keepdim=True)
+    residual = (targets - values @ gram).mul_(support)
+    enough = 0.01 * torch.finfo(values.dtype).eps * (targets * support).square().sum(1, keepdim=True)
     direction, square = residual.clone(), residual.square().sum(1, keepdim=True)
     for _ in range(num_steps):
         if bool((square <= enough).all()):
             break
-        image = (direction @ problem.gram).mul_(support)
+        image = (direction @ gram).mul_(support)
         curvature = (direction * image).sum(1, keepdim=True)
         step = torch.where((square > enough) & (curvature > 0), square / curvature, 0)
         values.addcmul_(step, direction)
         residual.addcmul_(step, image, value=-1)
         square, before = residual.square().sum(1, keepdim=True), square
         direction = direction.mul_(torch.where(before > 0, square / before, 0)).add_(residual)
-    return problem.candidate(values, support)
+    return values
 
 
 def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:

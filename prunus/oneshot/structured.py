@@ -78,7 +78,11 @@ def _cheapest_wide(pair: Tensor, width: int, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _cheapest_columns(pair: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Units of one column: the matrices are brought up to date, and smaller, after each ``BLOCK`` of removals."""
+    """Units of one column: the matrices are brought up to date, and smaller, after each ``BLOCK`` of removals.
+
+    Here A and v are twice as large, so that one product of u with both rows changes both diagonals.
+    """
+    pair[:, 1].mul_(2)
     left = torch.arange(len(pair), device=pair.device)
     units, costs = [], []
     for start in range(0, num, BLOCK):
@@ -95,7 +99,8 @@ def _cheapest_columns(pair: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def _next_columns(pair: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Columns to remove, what each costs, and the rows u and v of all: (2, num, in). The host waits for nothing."""
     rows = pair.new_empty(2, num, len(pair))
-    diagonals = pair.diagonal(dim1=0, dim2=2).contiguous()  # (2, in)
+    diagonals = pair.diagonal(dim1=0, dim2=2).contiguous()  # (2, in): of I, and of W^T W
+    diagonals[1] /= 2
     never = pair.new_tensor([[1.0], [math.inf]])
     units, costs = [], []
     for k in range(num):
@@ -104,11 +109,9 @@ def _next_columns(pair: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
         here = before.index_select(2, unit).squeeze(2)
         row = torch.addmm(pair.index_select(0, unit)[0], here, before[0], alpha=-1)  # of I, and of A
         row[1:].addmm_(here[:1], before[1], alpha=-1)
-        own = row.index_select(1, unit)
-        row[1].addcmul_(row[0], own[1] / own[0], value=-0.5)
-        u, v = torch.mul(row, own[0].rsqrt(), out=rows[:, k])
-        diagonals[0].addcmul_(u, u, value=-1)
-        diagonals[1].addcmul_(u, v, value=-2)
+        row[1].addcmul_(row[0], cost, value=-1)
+        new = torch.mul(row, row[0].index_select(0, unit).rsqrt(), out=rows[:, k])
+        diagonals.addcmul_(new[0], new, value=-1)
         diagonals.index_copy_(1, unit, never)
         units.append(unit)
         costs.append(cost)
