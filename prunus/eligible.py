@@ -55,12 +55,13 @@ def eligible(
     only: str | Sequence[str] = (),
     *,
     trained: Iterable[nn.Parameter] | None = None,
+    takes_frozen: bool = False,
 ) -> Eligible:
     """Weights of linear layers, convolutions and experts, not heads and routers.
 
     ``include`` adds to these, ``only`` restricts them to what it matches, and ``exclude`` wins: globs over the names of
     parameters or of their modules. Norms and biases are never pruned. ``trained`` are the parameters of an optimizer;
-    others stay dense. Frozen weights do too, unless ``include`` names them where no optimizer is.
+    others stay dense. Frozen weights do too, unless ``include`` names them where no optimizer is, or ``takes_frozen``.
     """
     include, exclude, only = ([p] if isinstance(p, str) else list(p) for p in (include, exclude, only))
     names = {full: plain_name(full) for full, _ in model.named_parameters()}
@@ -83,7 +84,7 @@ def eligible(
             f"{type(module).__name__}, {OTHER_KIND}": not is_included
             and not prunable_kind(module, full)
             and not holds_experts(module, parameter),
-            "frozen": not parameter.requires_grad and not (is_included and trained is None),
+            "frozen": not (parameter.requires_grad or takes_frozen or (is_included and trained is None)),
             "not held by the optimizer": ids is not None and id(parameter) not in ids,
             "its gradients are sparse tensors": ids is not None and getattr(module, "sparse", False) is True,
         }

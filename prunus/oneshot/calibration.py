@@ -31,7 +31,8 @@ class Calibration:
     """What every method after training needs: the prunable weights of a model, its blocks, the samples, the device.
 
     The samples are read when they are first used. With ``offload``, a device, the blocks are moved there one at a time.
-    ``batch_size`` is the number of samples of a pass; the default depends on memory and speed.
+    ``batch_size`` is the number of samples of a pass; the default depends on memory and speed. Frozen weights are
+    prunable only with ``takes_frozen``.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Calibration:
         only: Patterns = (),
         offload: str | torch.device | None = None,
         batch_size: int | None = None,
+        takes_frozen: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"the first argument is a model, then come batches, got {type(model).__name__}")
@@ -51,7 +53,7 @@ class Calibration:
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {batch_size!r}")
         check_batches(batches)
         self.model = model = unwrapped_model(model)
-        self.eligible = eligible(model, include, exclude, only)
+        self.eligible = eligible(model, include, exclude, only, takes_frozen=takes_frozen)
         self.weights = {weight.name: weight for weight in self.eligible.weights}
         tensors = (*model.named_parameters(), *model.named_buffers())
         if empty := [name for name, tensor in tensors if tensor.is_meta]:

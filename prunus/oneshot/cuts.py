@@ -31,20 +31,22 @@ class _Cut:
         order = tuple(sorted(range(whole.ndim), key=lambda dim: -whole.stride(dim)))
         laid, dim = whole.permute(order), order.index(self.dim)
         small, removed = (laid.index_select(dim, places.to(whole.device)) for places in (self.keep, self.drop))
-        self.order, self.removed = order, removed.cpu()  # no tensor has changed where memory ends before this
-        self.small.data, self.whole.data = small.permute(_inverse(order)), whole.new_empty(0)
-        self.home[self.key] = self.small
+        self.order, self.small.data = order, small.permute(_inverse(order))
+        self.removed = removed.cpu()  # before this nothing has changed, and after it undo_ has all that it needs
+        self.home[self.key], self.whole.data = self.small, whole.new_empty(0)
 
     def undo_(self) -> None:
         assert self.removed is not None
+        if self.home[self.key].shape == self.small.shape:  # a buffer is another tensor after the model was moved
+            self.small.data = self.home[self.key].data
         small, dim, shape = self.small.data.permute(self.order), self.order.index(self.dim), list(self.removed.shape)
         shape[dim] += len(self.keep)
         whole = small.new_empty(shape)
         for places, values in ((self.keep, small), (self.drop, self.removed)):
             whole.index_copy_(dim, places.to(small.device), values.to(small.device))
-        self.whole.data, self.removed = whole.permute(_inverse(self.order)), None
+        self.whole.data = whole.permute(_inverse(self.order))
+        self.home[self.key], self.removed = self.whole, None
         self.small.data = small.new_zeros(()).expand(self.small.shape)  # its shape, without its memory
-        self.home[self.key] = self.whole
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Whole layers that go: one at a time, that without which the model's outputs change least."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ class DroppedLayers:
     num_layers: int = 0  # of the dense model, in lists that the samples reach
     _lists: list[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]] = field(default_factory=list)
     _numbers: Cuts = field(default_factory=Cuts)
+    _device: torch.device | None = None  # of the layers that stay, when the others went
     is_applied: bool = False
 
     def __repr__(self) -> str:
@@ -53,30 +54,37 @@ class DroppedLayers:
             lists.setdefault(name.rpartition(".")[0], []).append(name)
         return lists
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers that went."""
+        return [b for _, before, after in self._lists for b in before.values() if b not in after.values()]
+
     def apply_(self) -> None:
-        """Remove the layers, unless they are removed already."""
-        if not self.is_applied:
+        """Remove the layers, unless they are removed already; after an exception they are there."""
+        if self.is_applied:
+            return
+        self.is_applied, self._device = True, self._device_now()
+        try:
             for module, _, after in self._lists:
                 _fill(module, after)
             self._numbers.apply_()
-        self.is_applied = True
+        except BaseException:
+            self.undo_()
+            raise
 
     def undo_(self) -> None:
-        """Put the same modules back, with all that counts them."""
+        """Put the same modules back, with all that counts them; they follow the others to another device."""
         if self.is_applied:
+            for block in self.blocks if self._device_now() != self._device else ():
+                block.to(self._device_now())
             for module, before, _ in self._lists:
                 _fill(module, before)
             self._numbers.undo_()
         self.is_applied = False
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """While this is open, the model has all its layers."""
-        self.undo_()
-        try:
-            yield
-        finally:
-            self.apply_()
+    def _device_now(self) -> torch.device | None:
+        kept = (block for _, _, after in self._lists for block in after.values())
+        return next((parameter.device for block in kept for parameter in block.parameters()), None)
 
 
 def _fill(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

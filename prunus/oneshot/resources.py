@@ -67,7 +67,9 @@ class Cost:
 
     def add_(self, other: "Cost") -> None:
         """Take in what an earlier call has cost."""
-        self.seconds, self.parts = self.seconds + other.seconds, other.parts | self.parts
+        self.seconds += other.seconds
+        parts = {**other.parts, **self.parts}
+        self.parts = {part: self.parts.get(part, 0.0) + other.parts.get(part, 0.0) for part in parts}
         self.passes, self.forwards = self.passes + other.passes, self.forwards + other.forwards
         self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
 

@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from .cuts import Cuts
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import DroppedLayers, drop_layers_
 from .fewer_layers import fewer_layers
+from .forward import frozen
 from .journal import Folder, Journal
 from .layers import matrix_layout
 from .level import Level
@@ -24,7 +26,7 @@ from .loop import Loop
 from .options import BlockTuning
 from .plain_units import plain_plan
 from .progress import Progress, progress_line
-from .resources import Cost
+from .resources import Cost, Peak
 from .samples import check_batches
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
 from .shrink_step import Shrink
@@ -38,6 +40,7 @@ MIXTURES = 3  # of depth and width that are tried, beside width alone
 SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them
 Split = Literal["even", "measured"]
 Targets = Literal["own", "dense"]
+Removal = DroppedLayers | Cuts
 
 
 def shrink(
@@ -74,8 +77,9 @@ def shrink(
     width for a ``size``, tunes each for a short time, and keeps the one that is nearest to the dense model on held-out
     samples.
 
-    Zeros of a model that is pruned already stay zeros where their units stay. ``batches``, ``batch_size``,
-    ``offload``, ``state`` and ``progress`` are those of ``prune``. After an exception the model is as before.
+    Zeros of a model that is pruned already stay zeros where their units stay. Frozen weights are shrunk and solved as
+    the others are, and stay frozen. ``batches``, ``batch_size``, ``offload``, ``state`` and ``progress`` are those of
+    ``prune``. After an exception the model is as before.
     """
     wanted = Wanted(size, neurons, heads, layers, experts, multiple)
     if split not in ("even", "measured"):
@@ -84,6 +88,10 @@ def shrink(
         raise ValueError(f"targets must be own or dense, got {targets!r}")
     if not isinstance(tune, bool | BlockTuning):
         raise ValueError(f"tune is True, False or BlockTuning(...), got {tune!r}")
+    if isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "DistributedDataParallel gathers gradients of old parameters; shrink the model inside, then wrap it again"
+        )
     check_batches(batches)
     tuning = BlockTuning() if tune is True else tune or None
     work = Shrinking(model, list(batches), tuning, targets, batch_size, offload, state)
@@ -110,36 +118,44 @@ class Shrinking:
 
     def run(self, wanted: Wanted, progress: Progress | None = None) -> ShrinkResult:
         began, calibration = time.perf_counter(), self._calibration()
-        before, self._undo = _size(calibration), []
+        before, peak, self._undo = _size(calibration), Peak(calibration.device), []
         try:
-            result = self._run(calibration, wanted, before, progress)
+            result = self._run(calibration, wanted, before, peak, progress)
         except BaseException:
             for undo in reversed(self._undo):
                 undo()
             raise
         result.cost.seconds = time.perf_counter() - began
+        result.cost.peak_bytes = max(result.cost.peak_bytes, peak.bytes())
         return result
 
-    def _run(self, calibration: Calibration, wanted: Wanted, before: Size, progress: Progress | None) -> ShrinkResult:
-        removals: list[DroppedLayers | Cuts] = []
+    def _run(
+        self, calibration: Calibration, wanted: Wanted, before: Size, peak: Peak, progress: Progress | None
+    ) -> ShrinkResult:
+        removals: list[Removal] = []
         dropped, experts, cost = None, list[ExpertLayer](), Cost()
         if wanted.layers is not None:
-            dropped = drop_layers_(calibration, wanted.layers, progress)
+            with calibration.clock.part("choice of layers"):
+                dropped = drop_layers_(calibration, wanted.layers, progress)
             removals.append(dropped)
             self._undo.append(dropped.undo_)
+            cost.add_(replace(calibration.cost, parts=calibration.clock.seconds))
             calibration = self._calibration()
         if wanted.experts is not None:
             calibration.meter.begin(progress, len(calibration.samples))
-            fewer = drop_experts_(calibration, wanted.experts)
+            with calibration.clock.part("choice of experts"):
+                fewer = drop_experts_(calibration, wanted.experts)
             removals.append(fewer.cuts)
             self._undo.append(fewer.cuts.undo_)
-            experts, cost = fewer.layers, calibration.cost
+            experts = fewer.layers
+            cost.add_(replace(calibration.cost, parts=calibration.clock.seconds))
             calibration = self._calibration()
+        cost.peak_bytes = peak.bytes()  # the next part measures its own
         level, cuts, layers = Level({}, {}), Cuts(), list[ShrunkLayer]()
         if wanted.has_width:
-            level, cuts, layers = self._narrow(calibration, wanted, before, dropped, progress)
+            level, cuts, layers = self._narrow(calibration, wanted, before, removals, progress)
         elif self.tuning is not None:
-            level = self._solved(calibration, [], {}, dropped, progress)
+            level = self._solved(calibration, [], {}, removals, progress)
         level.cost.add_(cost)
         after = _size(self._calibration())
         return ShrinkResult(level, calibration.model, layers, dropped, experts, before, after, [], removals, cuts)
@@ -149,7 +165,7 @@ class Shrinking:
         calibration: Calibration,
         wanted: Wanted,
         before: Size,
-        dropped: DroppedLayers | None,
+        removals: Sequence[Removal],
         progress: Progress | None,
     ) -> tuple[Level, Cuts, list[ShrunkLayer]]:
         """Remove neurons and head groups."""
@@ -159,12 +175,12 @@ class Shrinking:
         changed = [layer for layer in plan.layers if left.get(layer.field, layer.num) < layer.num]
         numbers = plan.numbers(left)  # refuses numbers that the class does not take
         calibration = self._calibration([layer.consumer for layer in changed])
-        level = self._solved(calibration, changed, left, dropped, progress)
-        self._undo.append(level.undo_)
+        level = self._solved(calibration, changed, left, removals, progress)
         gone = {layer: (~level.units[layer.consumer]).nonzero().squeeze(1) for layer in changed}
         if fault := UnitCheck.of(calibration).fault(gone, numbers):
             raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk so: {fault}")
         cuts = Cuts.of_units(calibration.model, gone, numbers)
+        self._undo.append(cuts.undo_)
         cuts.apply_()
         return level, cuts, [_shrunk(layer, level) for layer in changed]
 
@@ -174,7 +190,7 @@ class Shrinking:
         calibration: Calibration,
         layers: Sequence[UnitLayer],
         left: Mapping[str, int],
-        dropped: DroppedLayers | None,
+        removals: Sequence[Removal],
         progress: Progress | None,
     ) -> Level:
         """The level whose consumers read nothing of the units that go: their columns are zero, nothing is cut yet."""
@@ -183,19 +199,28 @@ class Shrinking:
         nums = {layer.consumer: layer.num - left[layer.field] for layer in layers}
         step = Shrink(places, nums, self.score, self.refit, self.targets, calibration.clock)
         level, journal, tuning = Level(weights, {}), None, self.tuning
+        self._undo.append(level.undo_)
         if self.state is not None:
             settings: dict[str, Any] = {"left": dict(left), "targets": self.targets, "tuning": tuning}
-            settings["samples"] = calibration.samples.digest()
+            settings |= {"score": self.score, "refit": self.refit, "samples": calibration.samples.digest()}
             journal = Journal(self.state, settings, calibration.weights, "shrink")
         num_steps = len(weights)
         num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
-        loop = Loop(calibration, level, _unreached, journal=journal, dense=dropped.undone if dropped else nullcontext)
+        loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, removals))
+        blocks = [block for removal in removals if isinstance(removal, DroppedLayers) for block in removal.blocks]
+        if calibration.offload is not None:
+            calibration.offload.units += blocks
 
         def finished(names: Sequence[str]) -> None:
             calibration.meter.step(f"shrunk {names[-1]}")
 
         try:
-            with calibration.open(), calibration.measured(progress, num_steps) as cost, eagerly():
+            with (
+                frozen(nn.ModuleList(blocks)),  # the teacher runs them too
+                calibration.open(),
+                calibration.measured(progress, num_steps) as cost,
+                eagerly(),
+            ):
                 level.cost = cost
                 calibration.check_model()
                 loop.run(step, finished, tuning)
@@ -208,7 +233,20 @@ class Shrinking:
         return level
 
     def _calibration(self, include: Sequence[str] = ()) -> Calibration:
-        return Calibration(self.model, self.batches, include=include, offload=self.offload, batch_size=self.batch_size)
+        how = {"offload": self.offload, "batch_size": self.batch_size}
+        return Calibration(self.model, self.batches, include=include, takes_frozen=True, **how)
+
+
+@contextmanager
+def _undone(removals: Sequence[Removal]) -> Iterator[None]:
+    """While this is open, the model has all its layers and experts."""
+    for removal in reversed(removals):
+        removal.undo_()
+    try:
+        yield
+    finally:
+        for removal in removals:
+            removal.apply_()
 
 
 def plan_of(calibration: Calibration) -> Plan:
@@ -249,16 +287,21 @@ def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> Shr
         raise ValueError("split='measured' divides a size into depth and width; give size= and no layers=")
     num = _num_layers(work._calibration())
     most = min(num - 1, int((1 - wanted.size) * num))
-    mixtures = []
-    for depth in sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)}):
-        trial = replace(work, tuning=SHORT, state=None)
-        result = trial.run(replace(wanted, layers=depth or None), progress)
-        tuned = result.level.tuned_whole
-        result.undo_()
-        if tuned is None:
-            raise ValueError("split='measured' tunes the whole model, and there is too little memory; say layers=")
-        mixtures.append(Mixture(depth, tuned.after))
+    cost, depths = Cost(), sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)})
+    mixtures = [_tried(work, replace(wanted, layers=depth or None), cost, progress) for depth in depths]
     best = min(mixtures, key=lambda one: one.distance)
     result = work.run(replace(wanted, layers=best.layers or None), progress)
+    result.cost.add_(cost)
     result.mixtures = mixtures
     return result
+
+
+def _tried(work: Shrinking, wanted: Wanted, cost: Cost, progress: Progress | None) -> Mixture:
+    """A mixture, tuned for a short time and undone again; what it cost is added up."""
+    result = replace(work, tuning=SHORT, state=None).run(wanted, progress)
+    tuned = result.level.tuned_whole
+    result.undo_()
+    cost.add_(result.cost)
+    if tuned is None:
+        raise ValueError("split='measured' tunes the whole model, and there is too little memory; say layers=")
+    return Mixture(int(wanted.layers or 0), tuned.after)

@@ -83,7 +83,8 @@ class UnitCheck:
 
     def _traces(self, layers: Collection[UnitLayer]) -> Traces:
         """Outputs of the layers' consumers and of the model; the last name is empty."""
-        calibration, traces = Calibration(self.model, [self.sample], offload=self.offload), {}
+        calibration = Calibration(self.model, [self.sample], offload=self.offload, takes_frozen=True)
+        traces: Traces = {}
         devices = [calibration.device] if calibration.device.type == "cuda" else []
         # a consumer that writes units of another layer loses outputs itself; who reads those is traced
         written = {name for layer in layers for name in layer.slices if name != layer.consumer}
