@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from .cuts import to_the_end
 from .dense import copied, is_overlapping
 from .level import Level
 from .originals import sums_of_bits
@@ -67,7 +68,7 @@ class ChangedModel:
     def undo_(self) -> None:
         """Give every changed weight its old value, bit for bit, and put removed units back."""
         with self._changing("undo_"):
-            self._undo_()
+            to_the_end(self._undo_)
 
     def apply_(self) -> None:
         """Do again what ``undo_`` took back."""

@@ -1,6 +1,6 @@
 """Tensors without some of their slices, in the places of whole ones, until the whole ones come back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,15 @@ class _Cut:
         self.whole.data = whole.permute(_inverse(self.order))
         self.home[self.key], self.removed = self.whole, None
         self.small.data = small.new_zeros(()).expand(self.small.shape)  # its shape, without its memory
+
+
+def to_the_end(undo: Callable[[], None]) -> None:
+    """Undo, also where an interruption ends it: what it leaves, a second call undoes."""
+    try:
+        undo()
+    except BaseException:
+        undo()
+        raise
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -104,6 +113,9 @@ class Cuts:
 
     def undo_(self) -> None:
         """Put everything back, bit for bit."""
+        to_the_end(self._undo_)
+
+    def _undo_(self) -> None:
         if self.is_applied:
             for cut in reversed(self._cuts):
                 if cut.removed is not None:

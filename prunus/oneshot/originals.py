@@ -57,13 +57,12 @@ class Originals:
         is_lent, self._is_lent, self.whole = self._is_lent, False, {}
         replaced: dict[Tensor, Tensor] = {}
         while self._before:
-            tensor, packed, values = self._before.pop()
-            if packed is None:
-                changed = tensor.detach().clone()
-                tensor.detach().copy_(values)
+            tensor, packed, values = self._before[-1]  # which goes once it is written: an interruption loses nothing
+            changed = None if packed is not None else tensor.detach().clone()
+            _write_(tensor.detach(), packed, values)
+            self._before.pop()
+            if changed is not None:
                 replaced[tensor] = changed.cpu() if is_lent else values.copy_(changed)
-            else:
-                _write_(tensor.detach(), packed, values)
         return replaced
 
     @torch.no_grad()
@@ -88,8 +87,11 @@ class Originals:
         self.whole = {moved.get(tensor, tensor): values for tensor, values in self.whole.items()}
 
 
-def _write_(tensor: Tensor, packed: Tensor, values: Tensor) -> None:
-    tensor[bits.unpack(packed.to(tensor.device), tensor.shape)] = values.to(tensor.device)
+def _write_(tensor: Tensor, packed: Tensor | None, values: Tensor) -> None:
+    if packed is None:
+        tensor.copy_(values)
+    else:
+        tensor[bits.unpack(packed.to(tensor.device), tensor.shape)] = values.to(tensor.device)
 
 
 @torch.no_grad()

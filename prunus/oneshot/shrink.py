@@ -214,22 +214,16 @@ class Shrinking:
         def finished(names: Sequence[str]) -> None:
             calibration.meter.step(f"shrunk {names[-1]}")
 
-        try:
-            with (
-                frozen(nn.ModuleList(blocks)),  # the teacher runs them too
-                calibration.open(),
-                calibration.measured(progress, num_steps) as cost,
-                eagerly(),
-            ):
-                level.cost = cost
-                calibration.check_model()
-                loop.run(step, finished, tuning)
-                loop.finish(True, tuning)
-        except BaseException:
-            if calibration.offload is not None:
-                calibration.offload.unload()
-            level.originals.restore_()
-            raise
+        with (
+            frozen(nn.ModuleList(blocks)),  # the teacher runs them too
+            calibration.open(),
+            calibration.measured(progress, num_steps) as cost,
+            eagerly(),
+        ):
+            level.cost = cost
+            calibration.check_model()
+            loop.run(step, finished, tuning)
+            loop.finish(True, tuning)
         return level
 
     def _calibration(self, include: Sequence[str] = ()) -> Calibration:

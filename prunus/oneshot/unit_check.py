@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..input_statistics import eagerly
 from .built_twice import unlike
 from .calibration import Calibration
-from .cuts import Cuts
+from .cuts import Cuts, to_the_end
 from .forward import outputs
 from .resources import is_out_of_memory
 from .samples import Chunk, Tree, num_tokens, shortened
@@ -149,6 +149,11 @@ def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
     """The model with units that no consumer reads, and that are larger than they were."""
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+
+    def restore() -> None:
+        for tensor, dim, places, values in reversed(saved):
+            tensor.index_copy_(dim, places, values.to(tensor.device))
+
     try:
         for layer, units in gone.items():
             for name, slices in layer.slices.items():
@@ -161,5 +166,4 @@ def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
                 tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))
         yield
     finally:
-        for tensor, dim, places, values in reversed(saved):
-            tensor.index_copy_(dim, places, values.to(tensor.device))
+        to_the_end(restore)

@@ -118,9 +118,11 @@ class Widths:
         shares = sorted({k / num for num in set(free.values()) for k in range(1, num + 1)})
         at = bisect_right(shares, most, key=lambda share: self.num_weights(left(share)))
         if at == 0 or min(left(shares[at - 1]).values()) < 1:
+            unit = "neuron" if self.nums["neurons"] else "head group"
             raise ValueError(
-                f"size={wanted.size:g} leaves no neuron: without any, {self.num_weights(left(0.0)):,} of the "
-                f"{num_now:,} weights would still be there, and {int(most):,} may; give a larger size, or layers= too"
+                f"size={wanted.size:g} leaves no {unit}: without any, {self.num_weights(left(0.0)):,} of the "
+                f"{num_now:,} weights would still be there, and {int(most):,} may; give a larger size, "
+                "or layers= or experts= too"
             )
         return left(shares[at - 1])
 

@@ -9,6 +9,7 @@ from test_shrink import SHORT, batches, is_as_before, llama, logits, state
 from torch import nn
 
 from prunus import BlockTuning, shrink
+from prunus.oneshot import originals
 from prunus.oneshot.cuts import Cuts, _Cut
 from prunus.oneshot.drop_layers import DroppedLayers
 from prunus.oneshot.shrink import Shrinking
@@ -62,6 +63,29 @@ def test_an_interruption_while_slices_are_cut_leaves_them_whole(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         cuts.apply_()
     assert is_as_before(model, before) and not cuts.is_applied
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_interruption_while_slices_are_put_back_puts_all_of_them_back(monkeypatch, number):
+    model = llama()
+    before = state(model)
+    drop = {(f"model.layers.{i}.mlp.up_proj.weight", 0): torch.arange(4) for i in range(3)}
+    cuts = Cuts.of(model, drop, [(model.config, "intermediate_size", 20)])
+    cuts.apply_()
+    monkeypatch.setattr(_Cut, "undo_", after(_Cut.undo_, number))
+    with pytest.raises(KeyboardInterrupt):
+        cuts.undo_()
+    assert is_as_before(model, before) and not cuts.is_applied
+
+
+def test_an_interruption_of_undo_leaves_the_dense_model(monkeypatch):
+    model = llama()
+    before = state(model)
+    result = shrink(model, batches(), size=0.6, layers=1)
+    monkeypatch.setattr(originals, "_write_", after(originals._write_, 2))
+    with pytest.raises(KeyboardInterrupt):
+        result.undo_()
+    assert is_as_before(model, before)
 
 
 class Refusing:
