@@ -92,6 +92,10 @@ def shrink(
         raise ValueError(
             "DistributedDataParallel gathers gradients of old parameters; shrink the model inside, then wrap it again"
         )
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then shrink"
+        )
     check_batches(batches)
     tuning = BlockTuning() if tune is True else tune or None
     work = Shrinking(model, list(batches), tuning, targets, batch_size, offload, state)
@@ -114,11 +118,14 @@ class Shrinking:
     state: Folder | None = None
     score: UnitScore | None = None
     refit: bool = True
+    _settings: dict[str, Any] = field(default_factory=dict)  # by which a resumed run knows itself
     _undo: list[Callable[[], None]] = field(default_factory=list)  # the last thing to undo is the last
 
     def run(self, wanted: Wanted, progress: Progress | None = None) -> ShrinkResult:
         began, calibration = time.perf_counter(), self._calibration()
         before, peak, self._undo = _size(calibration), Peak(calibration.device), []
+        self._settings = {"layers": wanted.layers, "experts": wanted.experts, "targets": self.targets}
+        self._settings |= {"tuning": self.tuning, "score": self.score, "refit": self.refit}
         try:
             result = self._run(calibration, wanted, before, peak, progress)
         except BaseException:
@@ -201,9 +208,8 @@ class Shrinking:
         level, journal, tuning = Level(weights, {}), None, self.tuning
         self._undo.append(level.undo_)
         if self.state is not None:
-            settings: dict[str, Any] = {"left": dict(left), "targets": self.targets, "tuning": tuning}
-            settings |= {"score": self.score, "refit": self.refit, "samples": calibration.samples.digest()}
-            journal = Journal(self.state, settings, calibration.weights, "shrink")
+            own = {"left": dict(left), "samples": calibration.samples.digest()}
+            journal = Journal(self.state, self._settings | own, calibration.weights, "shrink")
         num_steps = len(weights)
         num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
         loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, removals))

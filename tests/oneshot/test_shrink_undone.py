@@ -247,6 +247,20 @@ def test_a_folder_of_another_score_is_refused(tmp_path, other):
     assert is_as_before(model, before)
 
 
+def test_a_folder_of_another_number_of_layers_is_refused_by_that_number(tmp_path):
+    shrink(llama(), batches(), layers=1, neurons=4, state=tmp_path / "state")
+    with pytest.raises(ValueError, match=r"has layers = 1, not 2; give another folder"):
+        shrink(llama(), batches(), layers=2, neurons=4, state=tmp_path / "state")
+
+
+def test_adapters_are_to_be_merged_first():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for part in (model, model.base_model.model):
+        with pytest.raises(ValueError, match="merge them first"):
+            shrink(part, batches(), size=0.6)
+
+
 def test_shrinkings_are_undone_in_order_and_no_other():
     model = llama()
     states, results = [state(model)], []
