@@ -91,11 +91,13 @@ class ShrinkResult(ChangedModel):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that say what was tuned, and what was not."""
+        """Sentences that say what was tuned, and what was not tuned or solved."""
         notes = self.level.tuning_notes()
         if self.mixtures:
             tried = ", ".join(f"{one.layers} layers {one.distance:.4g}" for one in self.mixtures)
             notes.append(f"Mixtures of depth and width, distance from the dense model after tuning: {tried}.")
+        if unsolved := [name for name, repair in self.level.repairs.items() if repair.not_repaired]:
+            notes.append(f"Not solved, as no sample reached them: {len(unsolved)} layers, {unsolved[0]} first.")
         return notes + self.level.not_tuned
 
     def plot(self) -> Figure:

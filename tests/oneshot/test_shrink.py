@@ -130,7 +130,7 @@ def test_a_size_keeps_the_largest_number_of_weights_that_is_not_above_it():
     assert widths.of_size(0.75 * total, Wanted(size=0.75)) == {"groups": 2, "width": 6421}
     for size in (0.3, 0.5, 0.61, 0.9):
         left = widths.of_size(size * total, Wanted(size=size))
-        assert left["groups"] == max(1, round(2 * size)) and widths.num_weights(left) <= size * total
+        assert left["groups"] == math.ceil(2 * size) and widths.num_weights(left) <= size * total
         assert widths.num_weights(left | {"width": left["width"] + 1}) > size * total
         rounded = widths.of_size(size * total, Wanted(size=size, multiple=64))
         assert rounded["width"] == left["width"] // 64 * 64

@@ -13,6 +13,7 @@ from prunus.oneshot import originals
 from prunus.oneshot.cuts import Cuts, _Cut
 from prunus.oneshot.drop_layers import DroppedLayers
 from prunus.oneshot.shrink import Shrinking
+from prunus.oneshot.step import LayerRepair
 from prunus.oneshot.tune import WholeLoss
 from prunus.oneshot.widths import Wanted
 
@@ -259,6 +260,14 @@ def test_adapters_are_to_be_merged_first():
     for part in (model, model.base_model.model):
         with pytest.raises(ValueError, match="merge them first"):
             shrink(part, batches(), size=0.6)
+
+
+def test_layers_that_no_sample_reached_are_said():
+    result = shrink(llama(), batches(), neurons=4)
+    assert "Not solved" not in str(result)
+    name = result.layers[1].name
+    result.level.repairs[name] = LayerRepair(not_repaired="no sample reached it")
+    assert f"Not solved, as no sample reached them: 1 layers, {name} first." in str(result)
 
 
 def test_shrinkings_are_undone_in_order_and_no_other():
