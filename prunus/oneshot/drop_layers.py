@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import SAME, Stream, is_chain, is_near
 from .calibration import ROUNDING, Calibration
-from .cuts import Cuts
+from .cuts import Cuts, to_the_end
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
@@ -74,6 +74,9 @@ class DroppedLayers:
 
     def undo_(self) -> None:
         """Put the same modules back, with all that counts them; they follow the others to another device."""
+        to_the_end(self._undo_)
+
+    def _undo_(self) -> None:
         if self.is_applied:
             for block in self.blocks if self._device_now() != self._device else ():
                 block.to(self._device_now())

@@ -108,6 +108,17 @@ def test_layers_come_back_where_a_number_cannot_be_set():
     assert dict(blocks._modules) == before and not dropped.is_applied
 
 
+def test_an_interruption_while_layers_are_put_back_puts_all_of_them_back(monkeypatch):
+    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    before = dict(blocks._modules)
+    dropped = DroppedLayers(["0"], _lists=[(blocks, before, {"0": blocks[1]})])
+    dropped.apply_()
+    monkeypatch.setattr(Cuts, "undo_", after(Cuts.undo_))
+    with pytest.raises(KeyboardInterrupt):
+        dropped.undo_()
+    assert dict(blocks._modules) == before and not dropped.is_applied
+
+
 def test_layers_come_back_on_the_device_to_which_the_others_were_moved():
     blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     dropped = DroppedLayers(["0"], _lists=[(blocks, dict(blocks._modules), {"0": blocks[1]})])
