@@ -199,8 +199,9 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
-    quantised = "it is quantised; give the model as it was before. transformers: " if hasattr(config, "quantization_config") else ""
-    with _in_one_line(folder, quantised), quiet_transformers():
+    is_quantised = hasattr(config, "quantization_config")
+    hint = "it is quantised; give the model as it was before. transformers: " if is_quantised else ""
+    with _in_one_line(folder, hint), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
             of_config(deepcopy(config))

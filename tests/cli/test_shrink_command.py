@@ -145,10 +145,12 @@ def test_other_commands_read_the_folder(made, shrunk, tmp_path, capsys):
     run("eval", out, "--text", made / "corpus.txt", "--length", 12, "--eval-windows", 0)
     assert "perplexity" in capsys.readouterr().out
     run("report", out)
-    assert "parameters stay" in (out / "report.html").read_text()
+    page, rows = (out / "report.html").read_text(), result_of(out)["rows"]
+    assert "parameters stay" in page and all(f"{row['parameters']:,}</data>" in page for row in rows.values())
+    assert "sparsity" not in page.partition("<table")[2].partition("</table>")[0]  # of a model without zeros
     run("doctor", out)
     said = capsys.readouterr().out
-    num = json.loads((out / "result.json").read_text())["sizes"]["after"]["weights"]
+    num = result_of(out)["sizes"]["after"]["weights"]
     assert f"of {num:,} prunable weights" in said and "left dense" not in said and "healthy" in said
     run("export", out, "--out", tmp_path / "small", "--check")
     assert "loaded as LlamaForCausalLM" in capsys.readouterr().out
