@@ -22,7 +22,7 @@ WANTED = ("size", "neurons", "heads", "layers", "experts", "multiple")
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ModelCommand):
-    """Make a trained model smaller: an ordinary model of its class, which every engine loads.
+    """Make a trained model smaller: an ordinary model of its class, which runs without Prunus.
 
     Give --size, the share of the blocks' weights that stays, or say what goes: --neurons, --heads, --layers, --experts,
     each a fraction (0.25) or a number (4). What goes is chosen on calibration samples, block after block, and the
