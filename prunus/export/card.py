@@ -84,7 +84,7 @@ def write_card(folder: Path, facts: CardFacts) -> None:
         card.rename(folder / next(name for name in names if not (folder / name).exists()))
     units = bool(facts.sizes) and not any("num_pruned" in layer for layer in facts.layers)
     what = "Units removed from each layer" if units else "Sparsity of each layer"
-    if picture := layers_svg(facts.layers, what.lower()) if facts.layers else "":
+    if picture := layers_svg(facts.layers) if facts.layers else "":
         (folder / PICTURE).write_text(picture, encoding="utf-8")
     front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
     parts = [

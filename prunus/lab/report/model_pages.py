@@ -67,9 +67,8 @@ def pruned_page(folder: Path) -> Page:
         record = RecoveryRecord(recovery)
         section = record.section
         parts.append(replace(section, text=f"{record.headline}. {record.lede} {section.text}"))
-    title = "units removed from each layer" if sizes else "sparsity of each layer"
     if result["layers"]:
-        parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"], title)))
+        parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"])))
     headline = f"{max((row['sparsity'] for row in rows.values()), default=0):.0%} of the weights are zero"
     if sizes:
         headline = f"{sizes['after']['parameters']:,} of {sizes['before']['parameters']:,} parameters stay"
