@@ -16,6 +16,7 @@ else:
     Axes = Figure = Any  # matplotlib is optional, and slow to load
 
 PICTURE = "layers.svg"  # in the folder of a pruned model
+UNITS = {"neurons": "neurons", "heads": "head groups"}  # of a shrunk model, by kind
 GREEN, GREY, SAND, PLUM = "#7a9e3f", "#c9c5bb", "#d9c8a9", "#8a1c4a"
 
 
@@ -33,9 +34,12 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not there")
 
 
-def layers_chart(layers: Sequence[Mapping[str, Any]], title: str = "sparsity of each layer") -> Figure:
-    """Bars of the sparsity of each layer; below them those of its errors, where it was repaired."""
-    errors = {"mask_error": ("mask alone", SAND), "error": ("repaired", PLUM)}
+def layers_chart(layers: Sequence[Mapping[str, Any]], title: str | None = None) -> Figure:
+    """Bars of the sparsity of each layer, or of the units it lost; below them its errors, where it was repaired."""
+    units = [text for kind, text in UNITS.items() if any(layer.get("kind") == kind for layer in layers)]
+    title = title or (f"{' and '.join(units)} removed from each layer" if units else "sparsity of each layer")
+    old, new = ("old values", "solved anew") if units else ("mask alone", "repaired")
+    errors = {"mask_error": (old, SAND), "error": (new, PLUM)}
     known = [place for place, layer in enumerate(layers) if all(finite(layer.get(key)) is not None for key in errors)]
     size = min(max(6.0, 0.12 * len(layers)), 40.0), 4.4 if known else 2.4
     figure, (above, *below) = _axes(*size, [title, "relative error of its outputs"][: 2 if known else 1])
@@ -121,9 +125,9 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=200, metadata={"Software": None})
 
 
-def layers_svg(layers: Sequence[Mapping[str, Any]], title: str = "sparsity of each layer") -> str:
+def layers_svg(layers: Sequence[Mapping[str, Any]]) -> str:
     """The chart of layers as SVG, or nothing where matplotlib is not installed."""
-    return svg(layers_chart(layers, title)) if find_spec("matplotlib") else ""
+    return svg(layers_chart(layers)) if find_spec("matplotlib") else ""
 
 
 def finite(value: Any) -> float | None:

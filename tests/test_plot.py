@@ -27,6 +27,13 @@ def test_bars_are_as_high_as_the_sparsity_and_the_errors():
     assert [bar.get_center()[0] for bar in below.patches] == pytest.approx([0, 0])  # under the sparsity of its layer
 
 
+def test_the_chart_of_a_shrunk_model_says_which_units_went():
+    rows = [row | {"kind": kind} for row, kind in zip(LAYERS, ("neurons", "heads", EVIL), strict=True)]
+    above, below = layers_chart(rows).axes
+    assert above.get_title("left") == "neurons and head groups removed from each layer"
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["old values", "solved anew"]
+
+
 @pytest.mark.parametrize("num", [0, 1, 300])
 def test_any_number_of_layers_makes_a_chart(num):
     (axes,) = layers_chart([{"name": f"layers.{i}.weight", "sparsity": i / 300} for i in range(num)]).axes

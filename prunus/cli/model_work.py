@@ -162,8 +162,8 @@ def print_written(command: ModelCommand, cost: "Cost", recovery: "Recovery | Non
     """Say what the recovery did, and what was written; ``done`` is what was done to the model."""
     if recovery is not None:
         print(*str(recovery).splitlines())
-    memory = f"at most {cost.peak_bytes / 2**30:.2f} GiB of memory"
-    print(f"{command.out}: written; {command.model} was {done} with {memory} in {cost}")
+    memory = f" with at most {cost.peak_bytes / 2**30:.2f} GiB of memory" if cost.peak_bytes else ""  # if measured
+    print(f"{command.out}: written; {command.model} was {done}{memory} in {cost}")
 
 
 def publish(command: ModelCommand) -> None:

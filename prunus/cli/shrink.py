@@ -1,5 +1,6 @@
 """``prunus shrink``: an ordinary smaller model of the same class, compared with the dense one and written."""
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,7 +22,7 @@ WANTED = ("size", "neurons", "heads", "layers", "experts", "multiple")
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ModelCommand):
-    """Make a trained model smaller: an ordinary model of its class, which every engine loads.
+    """Make a trained model smaller: an ordinary model of its class, which runs without Prunus.
 
     Give --size, the share of the blocks' weights that stays, or say what goes: --neurons, --heads, --layers, --experts,
     each a fraction (0.25) or a number (4). What goes is chosen on calibration samples, block after block, and the
@@ -108,6 +109,9 @@ def _shrunk(command: Command) -> "ShrinkOutcome":
     rows = {"dense": row()}
     wanted: dict[str, Any] = {name: getattr(command, name) for name in (*WANTED, "split")}
     result = _result(command, trained, device, "solved", **wanted)
+    if result.after == result.before:
+        shutil.rmtree(command.unfinished / "solved", ignore_errors=True)
+        raise ValueError("nothing would be removed: a share came to less than one unit; give a larger one, or a number")
     rows["solved" if result.layers else "shrunk"] = row()
     if command.tune:  # which solves block after block too, each on inputs from tuned ones
         solved = result

@@ -111,8 +111,8 @@ def _undo_parametrization(contents: Contents) -> list[Finding]:
 
 def _num_pruned(contents: Contents) -> dict[str, Any]:
     """How many weights ``prunus prune`` says it pruned, by the tensor's name."""
-    rows = [row for row in contents.pruned.get("layers", ()) if isinstance(row, dict)]
-    return {str(row.get("name")): row.get("num_pruned") for row in rows}
+    rows = [row for row in contents.pruned.get("layers", ()) if isinstance(row, dict) and "num_pruned" in row]
+    return {str(row.get("name")): row["num_pruned"] for row in rows}
 
 
 def _fewer_zeros(pruned: Mapping[str, Any], checks: Mapping[str, TensorCheck]) -> list[Finding]:

@@ -84,7 +84,7 @@ def write_card(folder: Path, facts: CardFacts) -> None:
         card.rename(folder / next(name for name in names if not (folder / name).exists()))
     units = bool(facts.sizes) and not any("num_pruned" in layer for layer in facts.layers)
     what = "Units removed from each layer" if units else "Sparsity of each layer"
-    if picture := layers_svg(facts.layers, what.lower()) if facts.layers else "":
+    if picture := layers_svg(facts.layers) if facts.layers else "":
         (folder / PICTURE).write_text(picture, encoding="utf-8")
     front = _front_matter(folder, facts, _top_level(origin), is_ours=MARK in origin)
     parts = [
@@ -152,15 +152,17 @@ def _quality(facts: CardFacts) -> Iterator[str]:
     metric = next((name for row in facts.rows.values() for name in row if name not in COUNTED), None)
     if metric is None:
         return
-    sizes = ["parameters"] if any("parameters" in row for row in facts.rows.values()) else []
-    if not sizes or any(row.get("sparsity") for row in facts.rows.values()):
-        sizes.append("sparsity")
-    lines = [f"| model | {' | '.join(sizes)} | {_line(metric)} |", "|---|" + "---:|" * (1 + len(sizes))]
+    kinds = ("parameters", "sparsity")
+    sizes = [kind for kind in kinds if any(finite(row.get(kind)) is not None for row in facts.rows.values())]
+    if sizes == [*kinds] and not any(row.get("sparsity") for row in facts.rows.values()):
+        sizes.remove("sparsity")  # of a shrunk model without zeros
+    headings = ["model", *sizes, _line(metric)]
+    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (1 + len(sizes))]
     for name, row in facts.rows.items():
         value = finite(row.get(metric))
         cells = [_counted(kind, row.get(kind)) for kind in sizes]
         cells.append("not finite" if value is None else f"{value:.4f}")
-        lines.append(f"| {_line(name)} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([_line(name), *cells])} |")
     data = next((facts.settings[key] for key in DATA if facts.settings.get(key)), None)
     where = f", {_line(Path(str(data)).name)}" if data else ""
     yield f"## Quality\n\nOn held-out data{where}:\n\n" + "\n".join(lines)

@@ -199,7 +199,9 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
     from transformers import AutoModelForCausalLM
 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
-    with _in_one_line(folder), quiet_transformers():
+    is_quantised = hasattr(config, "quantization_config")
+    hint = "it is quantised; give the model as it was before. transformers: " if is_quantised else ""
+    with _in_one_line(folder, hint), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
             of_config(deepcopy(config))
@@ -220,13 +222,13 @@ def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: boo
 
 
 @contextmanager
-def _in_one_line(path: Path) -> Iterator[None]:
+def _in_one_line(path: Path, hint: str = "") -> Iterator[None]:
     """Whatever transformers raises for a file, as a ValueError of one line that names it."""
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {hint}{reason}") from error
 
 
 @contextmanager

@@ -121,8 +121,9 @@ def test_the_folder_is_complete_and_at_most_as_large_as_was_asked_for(shrunk):
     ],
     ids=" ".join,
 )
-def test_fractions_and_numbers_say_what_goes(made, options, numbers, tmp_path):
+def test_fractions_and_numbers_say_what_goes(made, options, numbers, tmp_path, capsys):
     shrink(made, tmp_path / "out", *options)
+    assert " 0.00 GiB" not in capsys.readouterr().out  # of memory that nobody measured
     assert_complete(tmp_path / "out", numbers)
 
 
@@ -144,9 +145,13 @@ def test_other_commands_read_the_folder(made, shrunk, tmp_path, capsys):
     run("eval", out, "--text", made / "corpus.txt", "--length", 12, "--eval-windows", 0)
     assert "perplexity" in capsys.readouterr().out
     run("report", out)
-    assert "parameters stay" in (out / "report.html").read_text()
+    page, rows = (out / "report.html").read_text(), result_of(out)["rows"]
+    assert "parameters stay" in page and all(f"{row['parameters']:,}</data>" in page for row in rows.values())
+    assert "sparsity" not in page.partition("<table")[2].partition("</table>")[0]  # of a model without zeros
     run("doctor", out)
-    assert "healthy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    num = result_of(out)["sizes"]["after"]["weights"]
+    assert f"of {num:,} prunable weights" in said and "left dense" not in said and "healthy" in said
     run("export", out, "--out", tmp_path / "small", "--check")
     assert "loaded as LlamaForCausalLM" in capsys.readouterr().out
 
@@ -230,6 +235,7 @@ def test_interrupted_it_goes_on_from_what_is_done_and_writes_the_same(made, shru
         (["--heads", "2"], "none would stay"),
         (["--layers", "3"], "none would stay"),
         (["--layers", "-1"], "at least 1, or a fraction"),
+        (["--neurons", "0.01"], "nothing would be removed"),
         (["--experts", "0.5"], "no experts"),
         (["--size", "0.7", "--multiple", "0"], "at least 1"),
         (["--layers", "1", "--multiple", "4"], "nothing reads --multiple"),
@@ -249,6 +255,17 @@ def test_a_mistake_is_one_line_and_writes_nothing(made, options, said, tmp_path,
     line = refused(capsys, *command)
     assert said in line and line.startswith("prunus shrink: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantised_folder_is_refused_with_what_to_give(made, tmp_path, capsys):
+    shutil.copytree(made / "dense", tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    data = ["--text", made / "corpus.txt", *FAST, "--size", "0.7"]
+    line = refused(capsys, "shrink", tmp_path / "packed", *data, "--out", tmp_path / "out")
+    assert "it is quantised; give the model as it was before" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
 @pytest.mark.usefixtures("few_weights")
@@ -337,6 +354,7 @@ def test_a_shrunk_folder_recovers_and_its_card_still_says_what_was_removed(made,
     run("recover", shrunk[0], "--teacher", made / "dense", *data, "--out", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "1 of 2 head groups" in card and "- recovery: " in card and "| parameters |" in card
+    assert "| model | perplexity |" in card  # the rows of a recovery have no sparsity
     assert config_of(tmp_path / "out")["num_key_value_heads"] == 1
 
 

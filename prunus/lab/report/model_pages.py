@@ -58,28 +58,31 @@ def pruned_page(folder: Path) -> Page:
     result = read_checked(folder / "result.json", PRUNED)
     rows, recovery, sizes = result["rows"], result.get("recovery"), result.get("sizes")
     metric = next((name for row in rows.values() for name in row if name not in ("sparsity", "parameters")), "metric")
-    cells = [
-        [name, cell(row["sparsity"], "{:.2%}".format), cell(row.get(metric), _four_decimals)]
-        for name, row in rows.items()
-    ]
-    table = NumberTable(SAME_DATA, ["model", "sparsity", metric], cells)
+    has_zeros, sized = any(row["sparsity"] for row in rows.values()), {"parameters": _whole} if sizes else {}
+    shown = sized | ({"sparsity": "{:.2%}".format} if has_zeros or not sizes else {}) | {metric: _four_decimals}
+    cells = [[name, *(cell(row.get(key), text) for key, text in shown.items())] for name, row in rows.items()]
+    table = NumberTable(SAME_DATA, ["model", *shown], cells)
     parts = [Section("held-out", "On held-out data", "", tables=[table])]
     if recovery is not None:
         record = RecoveryRecord(recovery)
         section = record.section
         parts.append(replace(section, text=f"{record.headline}. {record.lede} {section.text}"))
-    title = "units removed from each layer" if sizes else "sparsity of each layer"
     if result["layers"]:
-        parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"], title)))
+        parts.append(Section("layers", "Layer by layer", "", picture=layers_svg(result["layers"])))
     headline = f"{max((row['sparsity'] for row in rows.values()), default=0):.0%} of the weights are zero"
     if sizes:
         headline = f"{sizes['after']['parameters']:,} of {sizes['before']['parameters']:,} parameters stay"
     done = "shrunk" if sizes else "pruned"
-    cost = f"{done.title()} in {duration(result['seconds'])}, {memory(result['peak_bytes'])} at the peak."
+    peak = f", {memory(result['peak_bytes'])} at the peak" if result["peak_bytes"] else ""  # if it was measured
+    cost = f"{done.title()} in {duration(result['seconds'])}{peak}."
     notes = (recovery or {}).get("notes") or ()
     return Page(
         "shrunk model" if sizes else "pruned model", result["settings"]["model"], headline, cost, parts, notes=notes
     )
+
+
+def _whole(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
 
 
 def _four_decimals(value: float | None) -> str:
