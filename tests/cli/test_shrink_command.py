@@ -257,6 +257,14 @@ def test_a_mistake_is_one_line_and_writes_nothing(made, options, said, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_too_little_text_is_one_line_that_says_what_to_give(made, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    data = ["--text", tmp_path / "short.txt", "--size", "0.7"]
+    line = refused(capsys, "shrink", made / "dense", *data, "--out", tmp_path / "out")
+    assert "give more text, or less --length" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
 def test_a_quantised_folder_is_refused_with_what_to_give(made, tmp_path, capsys):
     shutil.copytree(made / "dense", tmp_path / "packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
