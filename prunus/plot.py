@@ -34,10 +34,10 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not there")
 
 
-def layers_chart(layers: Sequence[Mapping[str, Any]], title: str | None = None) -> Figure:
+def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Bars of the sparsity of each layer, or of the units it lost; below them its errors, where it was repaired."""
     units = [text for kind, text in UNITS.items() if any(layer.get("kind") == kind for layer in layers)]
-    title = title or (f"{' and '.join(units)} removed from each layer" if units else "sparsity of each layer")
+    title = f"{' and '.join(units)} removed from each layer" if units else "sparsity of each layer"
     old, new = ("old values", "solved anew") if units else ("mask alone", "repaired")
     errors = {"mask_error": (old, SAND), "error": (new, PLUM)}
     known = [place for place, layer in enumerate(layers) if all(finite(layer.get(key)) is not None for key in errors)]

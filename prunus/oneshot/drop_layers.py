@@ -18,12 +18,13 @@ from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
 from .progress import Progress
 from .resources import FAILURES, is_out_of_memory
-from .samples import Chunk, Samples, Stack, Tree, mask_of, rows
+from .samples import Chunk, Samples, Stack, Tree, mask_of, num_tokens, rows, shortened
 from .skipped import Place, seen_blocks
 from .widths import num_removed
 
 NUM_SAMPLES = 16  # that decide
 SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass
+PROMPT = 8  # tokens of a sample that the model continues
 
 
 @dataclass(repr=False)
@@ -194,8 +195,9 @@ class _Choice:
         model: Any = self.calibration.model
         if not (hasattr(model, "can_generate") and model.can_generate()):
             return False
-        args, named = arguments(model, self.first)
-        named = {key: value for key, value in named.items() if key not in ("use_cache", "decoder_input_ids")}
+        sample = shortened(self.first, PROMPT) if num_tokens(self.first) > PROMPT else self.first
+        args, named = arguments(model, sample)
+        named = {key: value for key, value in named.items() if key not in ("use_cache", "decoder_input_ids", "labels")}
         try:
             model.generate(*args, **named, max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)
         except FAILURES as error:

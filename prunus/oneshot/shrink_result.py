@@ -94,8 +94,8 @@ class ShrinkResult(ChangedModel):
         """Sentences that say what was tuned, and what was not tuned or solved."""
         notes = self.level.tuning_notes()
         if self.mixtures:
-            tried = ", ".join(f"{one.layers} layers {one.distance:.4g}" for one in self.mixtures)
-            notes.append(f"Mixtures of depth and width, distance from the dense model after tuning: {tried}.")
+            tried = ", ".join(f"{one.distance:.4g} with {one.layers}" for one in self.mixtures)
+            notes.append(f"Distance from the dense model, tuned, by the number of layers removed: {tried}.")
         if unsolved := [name for name, repair in self.level.repairs.items() if repair.not_repaired]:
             notes.append(f"Not solved, as no sample reached them: {len(unsolved)} layers, {unsolved[0]} first.")
         return notes + self.level.not_tuned
@@ -103,7 +103,7 @@ class ShrinkResult(ChangedModel):
     def plot(self) -> Figure:
         """A chart of the units that stay in each layer, and of what its outputs lost."""
         rows = [asdict(layer) | {"sparsity": 1 - len(layer.kept) / layer.num} for layer in self.layers]
-        return layers_chart(rows, "units removed from each layer")
+        return layers_chart(rows)
 
     def _repr_html_(self) -> str:
         rows = []

@@ -58,6 +58,8 @@ def num_removed(name: str, wanted: float, num: int) -> int:
     removed = int(wanted) if isinstance(wanted, Integral) else round(wanted * num)
     if removed >= num:
         raise ValueError(f"{name}={wanted:g} removes {removed} of {num}, and none would stay; give a smaller one")
+    if not removed:
+        raise ValueError(f"{name}={wanted:g} of {num} is less than one of them; give a larger share, or a number")
     return removed
 
 

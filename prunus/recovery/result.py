@@ -66,7 +66,7 @@ class Recovery:
             what = self.distance if name == "kl" else name
             parts.append(f"{what} {form.format(before)} -> {form.format(after)}{of}")
         took = f"{self.steps:,} steps, {self.tokens:,} tokens, {self.seconds:.1f} s"
-        return "; ".join([*parts, f"{self.num_zeros:,} zeros kept", took])
+        return "; ".join([*parts, *([f"{self.num_zeros:,} zeros kept"] if self.num_zeros else []), took])
 
     @property
     def is_classifier(self) -> bool:
