@@ -4,7 +4,7 @@ Tensors and numbers in which the two differ are what the change is about. Nothin
 and a model that is cut accordingly is the one that its new configuration builds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -39,10 +39,14 @@ def new_config(model: Any, values: Mapping[str, Any]) -> Any:
 
 def built(model: Any, values: Mapping[str, Any], change: str) -> nn.Module:
     """The model that its class builds from a configuration with other values; ``change`` is for the error's text."""
+    return built_from(model, lambda: new_config(model, values), change)
+
+
+def built_from(model: Any, config: Callable[[], Any], change: str) -> Any:
+    """The model that its class builds from a configuration, without memory for its weights."""
     try:
-        config = new_config(model, values)
-        with torch.device("meta"):
-            return type(model)(config)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return type(model)(config())
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{type(model).__name__} cannot be built with {change}: {reason}") from error

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .built_twice import PLAIN, built_from, unlike
 from .units import Number
 
 COUNTS = re.compile("layer|depth|block")  # in the names of fields that may say how many blocks there are
 PLACES = re.compile("layers|indices|indexes")  # of lists that hold numbers of layers
 PERIODS = re.compile("period|interval|offset|every|freq|first_k|_step|window_layers|sparse")  # which layer is which
-PLAIN = (bool, int, float, str, list, tuple, type(None))
 Gone = Mapping[str, Collection[int]]  # by name of a list of blocks, which of them go
 
 
@@ -98,7 +98,8 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
             raise ValueError(f"{type(model).__name__} has no list of blocks, so that no layer can be removed")
         return FewerLayers(model, lists[:1])
     same = _built(model, config)
-    _check_built(model, same)
+    if name := unlike(model, same):
+        raise ValueError(f"{name} has not the shape that the model's config says; no layer can be removed")
     lists, reasons = {}, []
     for counts in _fields(config, {len(module) for module in _lists(model).values()}):
         try:
@@ -187,25 +188,8 @@ def _are_indices(value: Any, num: int) -> bool:
 
 
 def _built(model: Any, config: Any) -> Any:
-    """The model that a configuration builds once it was saved and loaded, without memory for its weights."""
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return type(model)(type(config).from_dict(deepcopy(config.to_dict())))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{type(model).__name__} cannot be built from the changed configuration: {reason}") from error
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor for each in named for name, tensor in each}
-
-
-def _check_built(model: nn.Module, same: nn.Module) -> None:
-    own, built = _tensors(model), _tensors(same)
-    for name in {**own, **built}:
-        if name not in own or name not in built or own[name].shape != built[name].shape:
-            raise ValueError(f"{name} has not the shape that the model's config says; no layer can be removed")
+    """The model that a configuration builds once it was saved and loaded."""
+    return built_from(model, lambda: type(config).from_dict(deepcopy(config.to_dict())), "the changed configuration")
 
 
 def _shorter(model: nn.Module, same: Any, counts: _Field) -> list[str]:

@@ -249,7 +249,7 @@ def test_the_cost_has_the_passes_that_chose_layers_and_those_of_mixtures():
     assert sum(measured.cost.parts.values()) <= measured.seconds
 
 
-@pytest.mark.parametrize("other", [{"score": torch.nn.functional.relu}, {"refit": False}], ids=str)
+@pytest.mark.parametrize("other", [{"score": torch.nn.functional.relu}, {"refit": False}], ids=["score", "refit"])
 def test_a_folder_of_another_score_is_refused(tmp_path, other):
     Shrinking(llama(), batches(), state=tmp_path / "state").run(Wanted(neurons=4))
     model = llama()
