@@ -21,14 +21,16 @@ def test_shrinking_is_timed_part_by_part(measure, small_shape, tmp_path, monkeyp
 
 def test_an_estimate_is_what_a_block_adds():
     rows = [{"blocks": 2, "seconds": 10.0, "peak_gib": 3.0}, {"blocks": 4, "seconds": 16.0, "peak_gib": 3.5}]
-    record = {"rows": [*rows, {"blocks": None, "seconds": 1.0}], "settings": {"offload": True}}
+    record = {"rows": [*rows, {"blocks": None, "seconds": 1.0}], "settings": {"offload": True, "windows": 512}}
     drawn = bench.extrapolated(record)
     assert "16.00 + 28 x (16.00 - 10.00) / 2 = 100.0 s" in drawn and "at most 300 s; met: 100.0 s" in drawn
     assert "at most 24 GiB; met: 10.5 GiB" in drawn
     rows = [{"blocks": 32, "seconds": 330.0, "peak_gib": 90.0}]
-    drawn = bench.extrapolated({"rows": rows, "settings": {"offload": False}})
+    settings = {"offload": False, "windows": 512}
+    drawn = bench.extrapolated({"rows": rows, "settings": settings})
     assert "at most 300 s; **missed by 10%**" in drawn and "GiB" not in drawn
-    assert bench.extrapolated({"rows": rows[:0], "settings": {"offload": False}}) == ""
+    assert "is for 512 windows" in bench.extrapolated({"rows": rows, "settings": settings | {"windows": 64}})
+    assert bench.extrapolated({"rows": rows[:0], "settings": settings}) == ""
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def llama(small_llama, tmp_path):
     return ["shrink-study", "--model", str(small_llama), *files, *SIZES, "--results", str(tmp_path / "results")]
 
 
+@pytest.mark.slow
 def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_stays_small(llama, tmp_path):
     ways = [*study.SCORES, "wanda-refit", "obs", "solved"]
     main([*llama, "--levels", "1/2", "--ways", *ways, "--recover", "solved", "--steps", "2"])
@@ -76,6 +77,7 @@ class Words:
         return f"{len(ids)} tokens"
 
 
+@pytest.mark.slow
 def test_channels_go_until_the_multiplications_are_few_enough(small_images, tmp_path):
     command = ["shrink-study", *small_images, *SIZES, "--of", "multiplications", "--results", str(tmp_path / "results")]
     main([*command, "--levels", "50", "--ways", "norm", "solved", study.TORCH_PRUNING])

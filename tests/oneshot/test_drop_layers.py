@@ -132,6 +132,7 @@ def test_a_layer_that_does_nothing_goes_first(dtype):
     assert dropped.names == ["model.layers.2"] and dropped.distances == [pytest.approx(0, abs=1e-6)]
 
 
+@pytest.mark.slow
 def test_of_equal_layers_the_first_goes():
     model = build("llama")
     for layer in model.model.layers:
@@ -164,6 +165,7 @@ def test_lists_by_layer_lose_the_entries_of_the_layers_that_went():
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(("t5", "bart"), "bart"))
 def test_each_list_of_blocks_keeps_one(name):
     model = build(name)
@@ -173,6 +175,7 @@ def test_each_list_of_blocks_keeps_one(name):
     assert lengths == [1, 1] and len(dropped.by_list) == 2
 
 
+@pytest.mark.slow
 def test_layers_whose_kind_follows_from_their_number_stay_where_they_are():
     model = build("jamba")
     kinds = [type(layer) for layer in model.model.layers]
@@ -202,6 +205,7 @@ def test_what_has_no_matrix_is_no_layer_and_names_stay():
     assert model(x).shape == (4, 3)
 
 
+@pytest.mark.slow
 def test_tokens_that_the_mask_leaves_out_do_not_count():
     batch = inputs("llama")
     mask = torch.ones_like(batch["input_ids"])
@@ -275,6 +279,7 @@ def test_an_offloaded_model_loses_the_same_layers():
     assert results[0].names == results[1].names and results[0].distances == pytest.approx(results[1].distances)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_sixteen_samples_are_taken_evenly_from_all():
     torch.manual_seed(1)

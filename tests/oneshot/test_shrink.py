@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from covering import quickly
 from families import SIZES, assert_equal_models, build, inputs, text, tokens
 from torch import nn
 
@@ -56,7 +57,7 @@ def logits(model):
     return model(**batches()[0]).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quickly([torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize(
     "how",
     [
@@ -248,6 +249,7 @@ def test_solved_values_are_nearer_to_the_dense_model_than_old_ones_and_tuned_val
     assert distances[0] > distances[1] > distances[2]
 
 
+@pytest.mark.slow
 def test_a_model_without_some_layers_is_tuned_towards_the_whole_dense_model():
     wanted, plain, tuned = logits(llama()), llama(), llama()
     shrink(plain, batches(), layers=1)
@@ -268,6 +270,7 @@ def test_a_measured_split_keeps_the_mixture_that_is_nearest_to_the_dense_model()
     assert is_as_before(model, before)
 
 
+@pytest.mark.slow
 def test_a_shrunk_model_recovers_from_its_dense_one():
     model = llama()
     result = shrink(model, batches(), size=0.6)
@@ -288,6 +291,7 @@ def test_a_plain_model_keeps_its_size_too():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_result_says_what_went_and_draws_it():
     model = llama()
     result = shrink(model, batches(), size=0.6, layers=1)

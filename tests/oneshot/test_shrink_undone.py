@@ -17,6 +17,8 @@ from prunus.oneshot.step import LayerRepair
 from prunus.oneshot.tune import WholeLoss
 from prunus.oneshot.widths import Wanted
 
+pytestmark = pytest.mark.slow
+
 module = sys.modules[Shrinking.__module__]
 WHOLE = BlockTuning(epochs=0, whole_epochs=1, batch=4)
 

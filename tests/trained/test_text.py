@@ -227,6 +227,7 @@ def test_stretches_do_not_overlap_and_reach_from_the_first_byte_to_the_last(size
         assert stretches[-1].begin + stretches[-1].num == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_file_of_64_mib_takes_a_few_of_memory(name, tmp_path):
     line = "the cat sat on the mat\n" * 4000
