@@ -1,6 +1,5 @@
 """``prunus shrink``: an ordinary smaller model of the same class, compared with the dense one and written."""
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -109,9 +108,6 @@ def _shrunk(command: Command) -> "ShrinkOutcome":
     rows = {"dense": row()}
     wanted: dict[str, Any] = {name: getattr(command, name) for name in (*WANTED, "split")}
     result = _result(command, trained, device, "solved", **wanted)
-    if result.after == result.before:
-        shutil.rmtree(command.unfinished / "solved", ignore_errors=True)
-        raise ValueError("nothing would be removed: a share came to less than one unit; give a larger one, or a number")
     rows["solved" if result.layers else "shrunk"] = row()
     if command.tune:  # which solves block after block too, each on inputs from tuned ones
         solved = result

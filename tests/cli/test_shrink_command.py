@@ -179,7 +179,7 @@ def test_a_measured_split_says_what_was_tried(made, tmp_path, capsys):
     result = shrink(made, tmp_path / "out", "--size", "0.6", "--split", "measured", "--tune")
     best = min(result["mixtures"], key=lambda one: one["distance"])
     assert config_of(tmp_path / "out")["num_hidden_layers"] == 3 - best["layers"]
-    assert "Mixtures of depth and width" in capsys.readouterr().out and len(result["mixtures"]) > 1
+    assert "by the number of layers removed" in capsys.readouterr().out and len(result["mixtures"]) > 1
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_interrupted_it_goes_on_from_what_is_done_and_writes_the_same(made, shru
         (["--heads", "2"], "none would stay"),
         (["--layers", "3"], "none would stay"),
         (["--layers", "-1"], "at least 1, or a fraction"),
-        (["--neurons", "0.01"], "nothing would be removed"),
+        (["--neurons", "0.01"], "is less than one of them; give a larger share"),
         (["--experts", "0.5"], "no experts"),
         (["--size", "0.7", "--multiple", "0"], "at least 1"),
         (["--layers", "1", "--multiple", "4"], "nothing reads --multiple"),
