@@ -63,12 +63,45 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 @dataclass(repr=False)
-class Cuts:
+class Removal:
+    """What is taken out of a model and can be put back: all of it or, after an exception, nothing."""
+
+    is_applied: bool = field(default=False, kw_only=True)
+
+    def apply_(self) -> None:
+        """Take it out, unless it is out already; after an exception everything is as before."""
+        if self.is_applied:
+            return
+        self.is_applied = True
+        try:
+            self._apply_()
+        except BaseException:
+            self.undo_()
+            raise
+
+    def undo_(self) -> None:
+        """Put everything back, bit for bit."""
+        to_the_end(self._undo_if_applied_)
+
+    def _undo_if_applied_(self) -> None:
+        if self.is_applied:
+            self._undo_()
+        self.is_applied = False
+
+    def _apply_(self) -> None:
+        raise NotImplementedError
+
+    def _undo_(self) -> None:
+        """Put back what is out; it may be a part of it."""
+        raise NotImplementedError
+
+
+@dataclass(repr=False)
+class Cuts(Removal):
     """What makes a model smaller, and whole again bit for bit. What was removed is in main memory."""
 
     _cuts: list[_Cut] = field(default_factory=list)
     _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
-    is_applied: bool = False
 
     @staticmethod
     def of(model: nn.Module, drop: Mapping[tuple[str, int], Tensor], numbers: Iterable[Number]) -> "Cuts":
@@ -97,32 +130,18 @@ class Cuts:
                 drop.setdefault((name, slices.dim), []).append(slices.places[units].flatten())
         return Cuts.of(model, {where: torch.cat(places) for where, places in drop.items()}, numbers)
 
-    def apply_(self) -> None:
-        """Cut, unless it is cut already; after an exception everything is as before."""
-        if self.is_applied:
-            return
-        self.is_applied = True
-        try:
-            for cut in self._cuts:
-                cut.apply_()
-            for owner, key, _, after in self._numbers:
-                setattr(owner, key, after)
-        except BaseException:
-            self.undo_()
-            raise
-
-    def undo_(self) -> None:
-        """Put everything back, bit for bit."""
-        to_the_end(self._undo_)
+    def _apply_(self) -> None:
+        for cut in self._cuts:
+            cut.apply_()
+        for owner, key, _, after in self._numbers:
+            setattr(owner, key, after)
 
     def _undo_(self) -> None:
-        if self.is_applied:
-            for cut in reversed(self._cuts):
-                if cut.removed is not None:
-                    cut.undo_()
-            for owner, key, before, _ in reversed(self._numbers):
-                if before is not MISSING and getattr(owner, key, MISSING) != before:
-                    setattr(owner, key, before)
-                elif before is MISSING and hasattr(owner, key):
-                    delattr(owner, key)
-        self.is_applied = False
+        for cut in reversed(self._cuts):
+            if cut.removed is not None:
+                cut.undo_()
+        for owner, key, before, _ in reversed(self._numbers):
+            if before is not MISSING and getattr(owner, key, MISSING) != before:
+                setattr(owner, key, before)
+            elif before is MISSING and hasattr(owner, key):
+                delattr(owner, key)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .blocks import SAME, Stream, is_chain, is_near
 from .calibration import ROUNDING, Calibration
-from .cuts import Cuts, to_the_end
+from .cuts import Cuts, Removal
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers, new_keys
 from .forward import arguments, outputs, replaced
@@ -28,7 +28,7 @@ PROMPT = 8  # tokens of a sample that the model continues
 
 
 @dataclass(repr=False)
-class DroppedLayers:
+class DroppedLayers(Removal):
     """Which layers went, in their order, and how far the model's outputs were from the dense model's after each."""
 
     names: list[str]  # in the dense model
@@ -38,7 +38,6 @@ class DroppedLayers:
     _lists: list[tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Module]]] = field(default_factory=list)
     _numbers: Cuts = field(default_factory=Cuts)
     _device: torch.device | None = None  # of the layers that stay, when the others went
-    is_applied: bool = False
 
     def __repr__(self) -> str:
         return f"DroppedLayers({self.num_dropped} of {self.num_layers}: {', '.join(self.names)})"
@@ -48,43 +47,23 @@ class DroppedLayers:
         return len(self.names)
 
     @property
-    def by_list(self) -> dict[str, list[str]]:
-        """Names of the layers that went, by the list that held them."""
-        lists: dict[str, list[str]] = {}
-        for name in self.names:
-            lists.setdefault(name.rpartition(".")[0], []).append(name)
-        return lists
-
-    @property
     def blocks(self) -> list[nn.Module]:
         """The layers that went."""
         return [b for _, before, after in self._lists for b in before.values() if b not in after.values()]
 
-    def apply_(self) -> None:
-        """Remove the layers, unless they are removed already; after an exception they are there."""
-        if self.is_applied:
-            return
-        self.is_applied, self._device = True, self._device_now()
-        try:
-            for module, _, after in self._lists:
-                _fill(module, after)
-            self._numbers.apply_()
-        except BaseException:
-            self.undo_()
-            raise
-
-    def undo_(self) -> None:
-        """Put the same modules back, with all that counts them; they follow the others to another device."""
-        to_the_end(self._undo_)
+    def _apply_(self) -> None:
+        self._device = self._device_now()
+        for module, _, after in self._lists:
+            _fill(module, after)
+        self._numbers.apply_()
 
     def _undo_(self) -> None:
-        if self.is_applied:
-            for block in self.blocks if self._device_now() != self._device else ():
-                block.to(self._device_now())
-            for module, before, _ in self._lists:
-                _fill(module, before)
-            self._numbers.undo_()
-        self.is_applied = False
+        """The same modules come back, with all that counts them; they follow the others to another device."""
+        for block in self.blocks if self._device_now() != self._device else ():
+            block.to(self._device_now())
+        for module, before, _ in self._lists:
+            _fill(module, before)
+        self._numbers.undo_()
 
     def _device_now(self) -> torch.device | None:
         kept = (block for _, _, after in self._lists for block in after.values())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..input_statistics import eagerly
 from .calibration import Calibration
 from .config_units import config_plan
-from .cuts import Cuts
+from .cuts import Cuts, Removal
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import DroppedLayers, drop_layers_
 from .fewer_layers import fewer_layers
@@ -40,7 +40,6 @@ MIXTURES = 3  # of depth and width that are tried, beside width alone
 SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them
 Split = Literal["even", "measured"]
 Targets = Literal["own", "dense"]
-Removal = DroppedLayers | Cuts
 
 
 def shrink(

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..plot import Figure, layers_chart, notebook_html
 from .changed import ChangedModel
-from .cuts import Cuts
+from .cuts import Cuts, Removal
 from .drop_experts import ExpertLayer
 from .drop_layers import DroppedLayers
 from .units import Kind
@@ -58,7 +58,7 @@ class ShrinkResult(ChangedModel):
     before: Size = field(default_factory=lambda: Size(0, 0, 0))
     after: Size = field(default_factory=lambda: Size(0, 0, 0))
     mixtures: list[Mixture] = field(default_factory=list)
-    removals: "Sequence[DroppedLayers | Cuts]" = ()  # before the weights of the level were changed
+    removals: Sequence[Removal] = ()  # before the weights of the level were changed
     cuts: Cuts = field(default_factory=Cuts)  # after it
 
     done: ClassVar[str] = "shrunk"

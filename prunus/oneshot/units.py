@@ -36,15 +36,6 @@ class UnitLayer:
     def num(self) -> int:
         return len(self.slices[self.consumer].places)
 
-    def weights_per_unit(self, model: nn.Module) -> int:
-        """Elements of matrices that go with one unit."""
-        tensors = {name: tensor_of(model, name) for name in self.slices}
-        return sum(
-            tensor.numel() // tensor.shape[self.slices[name].dim] * self.slices[name].places.shape[1]
-            for name, tensor in tensors.items()
-            if tensor.ndim > 1
-        )
-
 
 class Plan(Protocol):
     """Which units a model has, and what else says their number."""
