@@ -18,6 +18,7 @@ CORE = {
     "score": {"ops"},
     "ranks": {"ops"},
     "eligible": set(),
+    "grids": {"ops"},
     "sparsity_report": {"eligible", "plot", "ranks"},
     "threshold": {"ops"},
     "rows": {"ops", "threshold"},
@@ -39,13 +40,13 @@ BELOW = set(CORE)
 CORE |= {
     "pruner": BELOW - {"files"},
     "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "reloaded"},
-    "sparse": {"ops", "eligible", "files", "export"},
-    "export": {"ops", "eligible", "files", "plot"},
+    "sparse": {"ops", "eligible", "grids", "files", "export"},
+    "export": {"ops", "eligible", "grids", "files", "plot"},
     "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
 }
 CORE["recovery"] = {*BELOW, "oneshot", "pruner", "export"}
 MAY_IMPORT = CORE | {
-    "doctor": {"ops", "masks", "eligible", "files"},
+    "doctor": {"ops", "masks", "eligible", "grids", "files"},
     "trained": {"ops", "files", "oneshot", "export"},
     "lab": {*CORE, "trained"},
     "cli": {*CORE, "trained", "lab", "doctor"},

@@ -1,0 +1,95 @@
+"""Kept weights in few bits: a code for each, and a scale for each row and group of columns.
+
+A kept weight is ``scale * (c - (2^b - 1) / 2)`` with a code c from 0 to 2^b - 1. No code is zero, so the zeros of a
+matrix on its grid are exactly its pruned weights. Scales are bfloat16 numbers. A weight is on its grid if it is the
+value of its code, rounded to the dtype of the weight: codes follow from weights and scales.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .lazy import as_rows, from_rows
+
+GROUP = 128  # columns that share a scale
+FEWEST, MOST = 2, 8  # bits that a grid may have
+CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of the largest value: those that are tried for a scale
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes of ``bits`` bits; ``group`` columns of a row share a scale, and the last group may be shorter.
+
+    ``outputs`` are the dimensions of the weight that count rows, as (0,) of a linear layer or a convolution.
+    """
+
+    bits: int = 4
+    group: int = GROUP
+    outputs: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not FEWEST <= self.bits <= MOST:
+            raise ValueError(f"a grid has {FEWEST} to {MOST} bits, got {self.bits!r}")
+        if self.group < 1:
+            raise ValueError(f"a group has at least one column, got {self.group!r}")
+
+    @property
+    def middle(self) -> float:
+        """What is subtracted from a code, before the scale multiplies it."""
+        return (2**self.bits - 1) / 2
+
+    def num_groups(self, num_columns: int) -> int:
+        return -(-num_columns // self.group)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """(rows, groups) of the scales of a weight of this shape."""
+        num_rows = math.prod(shape[dim] for dim in self.outputs)
+        return num_rows, self.num_groups(math.prod(shape) // max(1, num_rows))
+
+    def fitted(self, weight: Tensor, mask: Tensor) -> Tensor:
+        """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error."""
+        kept = weight * mask
+        largest = kept.abs().amax(1, keepdim=True)
+        best = torch.ones_like(largest)
+        least = torch.full_like(largest, torch.inf)
+        for clipping in CLIPPINGS:
+            scale = as_bfloat16(largest * (clipping / self.middle))
+            error = ((self.rounded(kept, scale) - kept) * mask).square().sum(1, keepdim=True)
+            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        return best
+
+    def nearest(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The nearest code of each weight; of two that are as near, the even one."""
+        return (weight / scale + self.middle).round().clamp(0, 2**self.bits - 1)
+
+    def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Each weight's nearest value on the grid."""
+        return (self.nearest(weight, scale) - self.middle) * scale
+
+    def codes(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """Codes of a weight of any shape, uint8 in that shape; those of zeros mean nothing."""
+        rows = as_rows(weight.detach(), self.outputs).float()
+        return from_rows(self.nearest(rows, self._by_column(scales, rows)).byte(), self.outputs, weight.shape)
+
+    def values(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of codes in the shape of a weight; for every code, so that a mask must be applied to them."""
+        rows = as_rows(codes, self.outputs).float()
+        values = (rows - self.middle) * self._by_column(scales, rows)
+        return from_rows(values.to(dtype), self.outputs, codes.shape)
+
+    def holds(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """True where a weight is zero or on its grid, in the shape of the weight."""
+        weight = weight.detach()
+        return (weight == 0) | (self.values(self.codes(weight, scales), scales, weight.dtype) == weight)
+
+    def _by_column(self, scales: Tensor, rows: Tensor) -> Tensor:
+        return scales.to(rows.device, rows.dtype).repeat_interleave(self.group, 1)[:, : rows.shape[1]]
+
+
+def as_bfloat16(scale: Tensor) -> Tensor:
+    """Rounded to a positive bfloat16 number, in the dtype of ``scale``."""
+    limits = torch.finfo(torch.bfloat16)
+    return scale.clamp(limits.tiny, limits.max).to(torch.bfloat16).to(scale.dtype)
