@@ -167,3 +167,14 @@ def test_a_description_says_the_grid(tmp_path):
         "encoding": "codes", "bits": 3, "group": 100, "outputs": [1]
     }  # fmt: skip
     assert [header[f"a.{end}"]["dtype"] for end in ("bits", "scales", "codes")] == ["U8", "BF16", "U8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_codes_are_unpacked_on_a_gpu_as_on_the_cpu_and_saved_from_there(bits, tmp_path):
+    weight, found = example(Grid(bits), (512, 700))
+    there = OnGrid(found.grid, found.scales.cuda())
+    save_sparse({"a": weight}, tmp_path / "a.safetensors", grids={"a": found})
+    save_sparse({"a": weight.cuda()}, tmp_path / "b.safetensors", grids={"a": there})
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert same(load_sparse(tmp_path / "a.safetensors", "cuda")["a"].cpu(), weight)

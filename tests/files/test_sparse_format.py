@@ -14,6 +14,7 @@ from every_encoding import grids
 from every_encoding import tensors as every_encoding
 from hypothesis import given
 from hypothesis import strategies as st
+from on_grids import on_grid
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_compact import drawn, same
@@ -258,10 +259,16 @@ print(kib("VmHWM") - before, sum(tensor.nbytes for tensor in found.values()) // 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").is_file(), reason="measures memory as Linux does")
 @pytest.mark.slow
-def test_loading_takes_little_more_than_one_tensor_beside_the_model(tmp_path):
-    sparse = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5)
-    save_sparse({f"{i}": sparse.clone() for i in range(8)}, tmp_path / "a.safetensors")
-    save_sparse({"a": sparse}, tmp_path / "one.safetensors")
+@pytest.mark.parametrize("bits", [None, 3, 4])
+def test_loading_takes_little_more_than_one_tensor_beside_the_model(bits, tmp_path):
+    sparse, grids = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5), {}
+    if bits is not None:
+        sparse, one = on_grid(sparse, Grid(bits))
+        grids = dict.fromkeys((*"01234567", "a"), one)
+    tensors = {f"{i}": sparse.clone() for i in range(8)} | {"a": sparse}
+    for name, some in {"a": tensors.keys() - {"a"}, "one": {"a"}}.items():
+        chosen = {key: tensors[key] for key in some}
+        save_sparse(chosen, tmp_path / f"{name}.safetensors", grids={key: grids[key] for key in some & grids.keys()})
     run = [sys.executable, "-c", MEMORY, str(tmp_path / "a.safetensors"), str(tmp_path / "one.safetensors")]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     peak, model = map(int, done.stdout.split())
