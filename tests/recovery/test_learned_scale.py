@@ -18,7 +18,7 @@ from students import (
 )
 from torch import nn
 
-from prunus import recover
+from prunus import quantize, recover
 from prunus.grids import OnGrid, on_grids, put_on_grid_
 from prunus.ops.grid import Grid, as_bfloat16
 from prunus.recovery.learned_scale import LearnedScale, check_codes
@@ -46,6 +46,20 @@ def test_scales_learn_codes_and_zeros_stay_and_undo_brings_all_back(teacher, dty
     assert {p.dtype for p in student.parameters()} == {dtype} and all(p.grad is None for p in student.parameters())
     recovery.undo_()
     assert are_equal(state_of(student), before)
+
+
+def test_what_quantize_gives_recovers_and_is_undone_after_the_recovery(teacher):
+    student, batches = pruned(teacher), sequences(12)
+    sparse = bits_of(student)
+    result = quantize(student, batches[:2], bits=3, progress=False)
+    codes = codes_of(student)
+    recovery = recover(student, teacher, batches, steps=6, progress=False)
+    assert recovery.after.kl < recovery.before.kl and codes and are_equal(codes_of(student), codes)
+    with pytest.raises(ValueError, match="trained or changed"):
+        result.undo_()
+    recovery.undo_()
+    result.undo_()
+    assert are_equal(bits_of(student), sparse) and not on_grids(student)
 
 
 def test_what_is_measured_at_the_end_is_the_rounded_model(teacher):
