@@ -40,6 +40,7 @@ from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
+SCALE_RATE = 8.0  # times the learning rate: that of the logarithms of scales
 BEST = "best-{rank}.safetensors"
 WEIGHTS = "weights.safetensors"  # what learns, of models that transformers cannot save whole
 
@@ -130,9 +131,11 @@ class RecoveryTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = AdamWPrune(
-                self.learning_of(model or self.model), LR, BETAS, weight_decay=0.0, max_norm=MAX_NORM
-            )
+            learning = self.learning_of(model or self.model)
+            self.optimizer = AdamWPrune(learning, LR, BETAS, weight_decay=0.0, max_norm=MAX_NORM)
+            logs = [scale.log for scale in self.scales]
+            factors = {p: torch.tensor(SCALE_RATE, dtype=torch.float64, device=p.device) for p in logs}
+            self.optimizer.lr_factors = factors
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
