@@ -64,6 +64,7 @@ def recover(
     The first ``held_out`` of them never train: on these the best state is chosen, which the model ends in. ``train``
     restricts what learns: globs over names of parameters. ``lr=None`` finds the learning rate by three short trials,
     where there are at least 300 steps; it is 1e-3 for fewer. 16-bit models learn in float32 and end in their own dtype.
+    Codes of a quantised model stay as they are: the scales of its weights learn in their place, and end in bfloat16.
 
     With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again. ``out`` is
     a folder to write the model to, which must not exist; unless ``state`` says otherwise, checkpoints are beside it.
