@@ -21,9 +21,10 @@ HEADS = ("stored as", "tensors", "non-zero", "dense MB", "stored MB", "ratio")
 class Command:
     """Write a model in the small form, which gives every bit back, or in the plain form that any tool loads.
 
-    The source is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train. With
-    --bits, the kept weights of a folder or a checkpoint are rounded to few bits, and its zeros stay. Killed, the same
-    command with --bits goes on with the next layers.
+    The source is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train.
+
+    The option --bits rounds the kept weights of a folder or a checkpoint to few bits; its zeros stay. Killed, the same
+    command goes on with the next layers.
     """
 
     source: tyro.conf.Positional[Path]  # folder, .safetensors file, checkpoint.pt, or the run folder that holds it
