@@ -259,7 +259,7 @@ def test_copies_go_round():
 def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, capsys):
     save_sparse(weights(), tmp_path / "model.safetensors")
     before = sorted(tmp_path.rglob("*"))
-    main(["export", str(tmp_path), "--advise", "--tokens", "4"])
+    main(["export", str(tmp_path), "--advise", "--prompt-tokens", "4"])
     said = capsys.readouterr().out
 
     assert "64 x 128" in said and "3" in said
@@ -270,8 +270,13 @@ def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, c
 def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
     save_sparse(weights(), tmp_path / "model.safetensors")
     out = ["--out", str(tmp_path / "out")]
-    unread = (["--advise", *out], ["--advise", "--check"], ["--advise", "--form", "dense"], [*out, "--tokens", "8"])
-    for args in (*unread, ["--advise", "--batch", "0"]):
+    unread = (
+        ["--advise", *out],
+        ["--advise", "--check"],
+        ["--advise", "--form", "dense"],
+        ["--advise", "--tokens", "8"],
+    )
+    for args in (*unread, [*out, "--prompt-tokens", "8"], ["--advise", "--batch", "0"]):
         with pytest.raises(SystemExit) as stop:
             main(["export", str(tmp_path), *args])
         assert stop.value.code == 2
