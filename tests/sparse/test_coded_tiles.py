@@ -1,0 +1,215 @@
+"""Matrices in tiles of 4-bit codes: every code comes back, and products on a GPU are those of the codes."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from prunus.ops.grid import Coded, Grid, coded, decoded
+from prunus.sparse.coded_tiles import (
+    HEAD,
+    CodedTiles,
+    cast,
+    check_coded_tiles,
+    coded_tiles_of,
+    coded_tiles_of_dense,
+    dense_reference,
+    scales_of,
+)
+from prunus.sparse.product import dense, form_of, product
+from prunus.sparse.tiles import joined_tiles
+
+SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 2048)]
+LEVELS = [0.0, 0.5, 0.8, 0.97, 1.0]
+GRID = Grid(4)
+
+
+def sparse(shape, level, device="cpu"):
+    """Random codes, some of them kept, with scales from tiny to large, and one empty row where there are several."""
+    own = torch.Generator().manual_seed(hash((shape, level)) % (1 << 31))
+    keep = torch.rand(shape, generator=own) >= level
+    if shape[0] > 1:
+        keep[shape[0] // 2] = False
+    codes = torch.randint(0, 16, shape, generator=own, dtype=torch.uint8)
+    scales = 2.0 ** torch.randint(-12, 3, (shape[0], -(-shape[1] // 128)), generator=own) * 1.25
+    weight = GRID.values(codes, scales, torch.float32) * keep
+    return coded(weight.to(device), scales.to(device), GRID)
+
+
+def words(tiles, dtype=torch.int64):
+    return torch.cat([tiles.data, tiles.data.new_zeros(16)]).view(torch.int32).to(dtype) & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_code_and_scale_comes_back(shape, level, dtype):
+    weight = sparse(shape, level)
+    tiles, expected = coded_tiles_of(weight, dtype), decoded(weight, dtype)
+    check_coded_tiles(tiles)
+    assert tiles.dtype == dtype and tiles.data.dtype == torch.uint8
+    assert torch.equal(dense_reference(tiles), expected) and torch.equal(dense(tiles), expected)
+    again = coded(expected, scales_of(tiles), GRID)
+    assert torch.equal(again.packed, weight.packed) and torch.equal(again.codes, weight.codes)
+    from_dense = coded_tiles_of_dense(expected, weight.scales)
+    assert torch.equal(from_dense.data, tiles.data) and torch.equal(from_dense.starts, tiles.starts)
+
+
+def test_it_takes_few_bytes():
+    for level, most in ((0.5, 3.18), (0.8, 1.98)):
+        weight = sparse((512, 4096), level)
+        assert 8 * coded_tiles_of(weight, torch.bfloat16).nbytes <= most * 512 * 4096
+
+
+def test_joined_tiles_are_the_matrices_one_below_the_other():
+    weights = [sparse((rows, 300), 0.6) for rows in (32, 16, 64)]
+    whole, views = joined_tiles([coded_tiles_of(weight, torch.bfloat16) for weight in weights])
+    check_coded_tiles(whole)
+    assert isinstance(whole, CodedTiles)
+    assert torch.equal(dense_reference(whole), torch.cat([decoded(weight, torch.bfloat16) for weight in weights]))
+    for view, weight in zip(views, weights, strict=True):
+        assert torch.equal(dense_reference(view), decoded(weight, torch.bfloat16))
+        assert view.data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("part", ["data", "starts", "dtype"])
+def test_damaged_tiles_are_refused(part):
+    tiles = coded_tiles_of(sparse((37, 200), 0.5), torch.bfloat16)
+    if part == "data":
+        tiles.data[:16] = 255  # bits for which there are no codes
+    elif part == "starts":
+        tiles.starts[1] += 20
+    else:
+        tiles = CodedTiles(tiles.data.view(torch.int16), tiles.starts, tiles.shape, tiles.dtype, tiles.stage)
+    with pytest.raises(ValueError, match="do not fit together"):
+        check_coded_tiles(tiles)
+
+
+def test_a_form_is_known_by_its_parts():
+    tiles = coded_tiles_of(sparse((37, 200), 0.5), torch.bfloat16)
+    other = form_of([tiles.data, tiles.starts], [37, 200], torch.float16, tiles.stage)
+    assert isinstance(other, CodedTiles) and other.shape == (37, 200)
+    assert torch.equal(dense(other), dense(cast(tiles, torch.float16)))
+
+
+@pytest.mark.parametrize("num", [1, 3, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_on_a_cpu(dtype, num):
+    weight = sparse((40, 200), 0.5)
+    tiles, x, bias = coded_tiles_of(weight, dtype), torch.randn(num, 200).to(dtype), torch.randn(40).to(dtype)
+    expected = linear(x.float(), decoded(weight, dtype).float(), bias.float())
+    assert torch.allclose(product(x, tiles, bias).float(), expected, rtol=0.02, atol=1e-3 * float(expected.abs().max()))
+
+
+def permuted(a, b, selector):
+    """PRMT of the low half of a selector without signs."""
+    both = a | b << 32
+    return sum(((both >> 8 * (selector >> 4 * i & 7)) & 255) << 8 * i for i in range(4))
+
+
+def selector(nibble, places, low, high):
+    chosen = 0
+    for e in range(4):
+        kept = nibble >> e & 1
+        chosen |= ((places & 15 if kept else low) | high << 4) << 8 * e
+        places >>= 4 * kept
+    return chosen
+
+
+# shifts, bits of a code, bits that are set, and the number in the middle
+KINDS = {torch.bfloat16: (3, 1, 0x78787878, 0x80808080, 0x41BC), torch.float16: (4, 0, 0xF0F0F0F0, 0, 0x5478)}
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
+    """The kernel's arithmetic, lane by lane in int64: A's numbers minus the middle are the codes minus 7.5, or zero."""
+    left, right, code_bits, set_bits, middle = KINDS[dtype]
+    weight = sparse((16, 128), level)
+    weight = Coded(weight.packed, weight.codes, torch.ones(16, 1), GRID, weight.shape)
+    memory, numbers = words(coded_tiles_of(weight, dtype)), torch.zeros(16, 128)
+    tables = [torch.tensor([selector(n, *of) for n in range(16)]) for of in ((0x0415, 2, 3), (0x7362, 0, 1))]
+    lane = torch.arange(32)
+    g, t, before = lane >> 2, lane & 3, torch.tensor(0)
+    for half in range(2):
+        own = memory[2 * lane + half]
+        counts = torch.stack([(own >> 4 * i & 1) + (own >> 4 * i + 1 & 1) + (own >> 4 * i + 2 & 1) + (own >> 4 * i + 3 & 1)
+                              for i in range(8)])  # fmt: skip
+        num = counts.sum(0)
+        start = HEAD * 128 - 16 + 4 * (before + num.cumsum(0) - num)
+        before = before + num.sum()
+        for j in range(4):
+            q = start + 4 * counts[: 2 * j + 1].sum(0)
+            z = ((memory[q >> 5] | memory[(q >> 5) + 1] << 32) >> (q & 31)) & 0xFFFFFFFF
+            even, odds = z << left & 0xFFFFFFFF, (z >> right & code_bits) | set_bits
+            evens = [(even & code_bits & 0xFFFF) | (set_bits & 0xFFFF) | middle << 16]
+            evens.append((even & code_bits & 0xFFFF0000) | (set_bits & 0xFFFF0000) | middle)
+            for r in range(2):
+                chosen = tables[r][own >> (8 * j + 4 * r) & 15]
+                pairs = torch.stack([permuted(evens[r], odds, chosen), permuted(evens[r], odds, chosen >> 16)], 1)
+                values = pairs.to(torch.int32).view(torch.int16).view(dtype).float()  # (lane, 4)
+                column = 64 * half + 32 * (j >> 1) + 8 * t + 4 * (j & 1)
+                numbers[(g + 8 * r)[:, None], column[:, None] + torch.arange(4)] = values
+    exact = torch.tensor(middle, dtype=torch.int16).view(dtype).float()
+    assert torch.equal(numbers - exact, decoded(weight, torch.float32))
+
+
+def close(y, x, weight, bias):
+    """Whether an output is as near to the product with the codes' own values as the type, and sums in float32, allow."""
+    values = decoded(weight, torch.float64)
+    largest = weight.scales.double().repeat_interleave(128, 1)[:, : x.shape[1]] * 7.5
+    largest = largest * (values.view(*largest.shape) != 0).view(len(largest), -1).any(1, keepdim=True)
+    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ largest.t() + (0 if bias is None else bias.double().abs())
+    eps = torch.finfo(y.dtype).eps
+    return bool(((y.double() - exact).abs() <= eps * exact.abs() + 1e-5 * size + torch.finfo(y.dtype).tiny).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 11, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_on_a_gpu(dtype, num):
+    for shape in [*SHAPES, (5000, 64), (48, 14336)]:
+        for level in LEVELS:
+            weight = sparse(shape, level, "cuda")
+            tiles = coded_tiles_of(weight, dtype)
+            rounded = decoded(weight, dtype)
+            assert torch.equal(dense(tiles), rounded), (shape, level)
+            x = torch.randn(num, shape[1], device="cuda", dtype=dtype)
+            for bias in (None, torch.randn(shape[0], device="cuda", dtype=dtype)):
+                y = product(x, tiles, bias)
+                assert y.shape == (num, shape[0]) and y.dtype == dtype
+                if num <= 16:
+                    assert close(y, x, weight, bias), (shape, level)
+                else:
+                    assert torch.equal(y, linear(x, rounded, bias))
+
+
+@pytest.mark.gpu
+def test_a_row_without_weights_gives_exactly_the_bias():
+    tiles = coded_tiles_of(sparse((64, 1024), 0.5, "cuda"), torch.bfloat16)
+    x, bias = torch.randn(3, 1024, device="cuda").bfloat16(), torch.randn(64, device="cuda").bfloat16()
+    assert torch.equal(product(x, tiles, bias)[:, 32], bias[32].expand(3))
+
+
+@pytest.mark.gpu
+def test_they_are_captured_in_a_graph():
+    tiles = coded_tiles_of(sparse((640, 1024), 0.5, "cuda"), torch.bfloat16)
+    for num in (1, 4, 16):
+        x = torch.randn(num, 1024, device="cuda", dtype=torch.bfloat16)
+        expected = product(x, tiles)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = product(x, tiles)
+        graph.replay()
+        assert torch.equal(y, expected)
+        x.mul_(2)  # exact in binary numbers
+        graph.replay()
+        assert torch.equal(y, 2 * expected)
+
+
+@pytest.mark.gpu
+def test_float32_values_are_multiplied_by_a_dense_copy():
+    weight = sparse((64, 256), 0.5, "cuda")
+    tiles, x = coded_tiles_of(weight, torch.float32), torch.randn(2, 256, device="cuda")
+    assert torch.equal(dense(tiles), decoded(weight, torch.float32))
+    assert close(product(x, tiles), x, weight, None)
