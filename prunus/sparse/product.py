@@ -2,8 +2,8 @@
 
 On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
 lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
-made at the first product; more take a dense copy of it. Weights in codes are such a CSR form on a CPU too, of the values
-of their codes: 8 bytes a kept weight. Elsewhere every product makes the dense copy.
+made at the first product; more take a dense copy of it. Of weights in codes a CPU keeps the same CSR form, of the values
+of the codes, which takes 8 bytes a kept weight. Elsewhere every product makes the dense copy.
 """
 
 import warnings
@@ -44,7 +44,7 @@ def dense_reference(gaps: Gaps) -> Tensor:
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
     is_cuda = form.device.type == "cuda"
-    if is_cuda and _nvrtc.is_there():
+    if is_cuda and _nvrtc.is_there() and form.dtype in _cuda.TYPES:
         matrix = _cuda.tile_dense(form) if isinstance(form, TileForm) else _cuda.gap_dense(form)
         if matrix is not None:
             return matrix

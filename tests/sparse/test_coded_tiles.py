@@ -132,8 +132,7 @@ def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
     g, t, before = lane >> 2, lane & 3, torch.tensor(0)
     for half in range(2):
         own = memory[2 * lane + half]
-        counts = torch.stack([(own >> 4 * i & 1) + (own >> 4 * i + 1 & 1) + (own >> 4 * i + 2 & 1) + (own >> 4 * i + 3 & 1)
-                              for i in range(8)])  # fmt: skip
+        counts = torch.stack([sum(own >> 4 * i + e & 1 for e in range(4)) for i in range(8)])
         num = counts.sum(0)
         start = HEAD * 128 - 16 + 4 * (before + num.cumsum(0) - num)
         before = before + num.sum()
@@ -154,7 +153,7 @@ def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
 
 
 def close(y, x, weight, bias):
-    """Whether an output is as near to the product with the codes' own values as the type, and sums in float32, allow."""
+    """Whether an output is as near to the product with the values of the codes as its type and float32 sums allow."""
     values = decoded(weight, torch.float64)
     largest = weight.scales.double().repeat_interleave(128, 1)[:, : x.shape[1]] * 7.5
     largest = largest * (values.view(*largest.shape) != 0).view(len(largest), -1).any(1, keepdim=True)
