@@ -98,7 +98,7 @@ class Grid:
         step = max(1, (bits.CHUNK if rows.is_cpu else 1 << 24) // max(1, num_columns))
         for start in range(0, num_rows, step):
             part = slice(start, start + step)
-            by_column = scales[part].to(rows.device, torch.float32).repeat_interleave(self.group, 1)
+            by_column = scales[part].to(rows.device, torch.float32).repeat_interleave(min(self.group, num_columns), 1)
             yield part, by_column[:, :num_columns]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from every_encoding import tensors
+from every_encoding import grids, tensors
 from mutations import BYTES, in_zip
 from safetensors.torch import save_file
 from small_gguf import write_gguf
@@ -389,12 +389,12 @@ ANY = frozenset({"*"})
 
 READERS = {
     "sparse file": Reader(
-        lambda to: prunus.save_sparse(tensors(), to / "a.safetensors"),
+        lambda to: prunus.save_sparse(tensors(), to / "a.safetensors", grids=grids()),
         lambda to: load_sparse(only(to)),
         exact=ANY,
     ),
     "sparse shards": Reader(
-        lambda to: prunus.save_sparse(tensors(), to / "model.safetensors", max_shard_bytes=2000),
+        lambda to: prunus.save_sparse(tensors(), to / "model.safetensors", grids=grids(), max_shard_bytes=2000),
         load_sparse,
         exact=ANY,
     ),
