@@ -2,8 +2,8 @@
 
 On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
 lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
-made at the first product; more take a dense copy of it. Of weights in codes a CPU keeps the same CSR form, of the values
-of the codes, which takes 8 bytes a kept weight. Elsewhere every product makes the dense copy.
+made at the first product; more take a dense copy of it. A CPU multiplies weights in codes by that CSR form too, of the
+values of the codes, at 8 bytes a kept weight. Elsewhere every product makes the dense copy.
 """
 
 import warnings

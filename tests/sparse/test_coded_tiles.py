@@ -1,10 +1,18 @@
 """Matrices in tiles of 4-bit codes: every code comes back, and products on a GPU are those of the codes."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
+from causal_models import causal_model
+from torch import nn
 from torch.nn.functional import linear
 
+from prunus import save_model
+from prunus.grids import OnGrid, check_on_grid, grid_of, on_grids, put_on_grid_
 from prunus.ops.grid import Coded, Grid, coded, decoded
+from prunus.sparse import Decoder, load_packed, sparsify_, unsparsify_
 from prunus.sparse.coded_tiles import (
     HEAD,
     CodedTiles,
@@ -15,8 +23,11 @@ from prunus.sparse.coded_tiles import (
     dense_reference,
     scales_of,
 )
+from prunus.sparse.gaps import gaps_of_dense
+from prunus.sparse.linear import FusedLinears, SparseLinear, can_join, form_in, replace_
 from prunus.sparse.product import dense, form_of, product
-from prunus.sparse.tiles import joined_tiles
+from prunus.sparse.tiles import joined_tiles, tiles_of_dense
+from prunus.sparse.times import kind_of, rounded_to_grid, scales_of_codes
 
 SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 2048)]
 LEVELS = [0.0, 0.5, 0.8, 0.97, 1.0]
@@ -212,3 +223,176 @@ def test_float32_values_are_multiplied_by_a_dense_copy():
     tiles, x = coded_tiles_of(weight, torch.float32), torch.randn(2, 256, device="cuda")
     assert torch.equal(dense(tiles), decoded(weight, torch.float32))
     assert close(product(x, tiles), x, weight, None)
+
+
+# Layers
+
+
+def coded_layer(shape=(32, 200), level=0.5, dtype=torch.bfloat16, device="cpu"):
+    weight = sparse(shape, level, device)
+    return weight, SparseLinear(coded_tiles_of(weight, dtype), torch.randn(shape[0]).to(device, dtype))
+
+
+def on_grid_model(*shapes, level=0.6, dtype=torch.float32):
+    """Linear layers whose weights are on grids."""
+    layers = []
+    for shape in shapes:
+        weight, layer = sparse(shape, level), nn.Linear(shape[1], shape[0]).to(dtype).requires_grad_(False)
+        layer.weight.copy_(decoded(weight, dtype))
+        put_on_grid_(layer, "weight", OnGrid(GRID, weight.scales))
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def test_a_layer_is_cast_and_keeps_its_codes():
+    weight, layer = coded_layer()
+    data = layer.form.data
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
+        layer = layer.to(dtype)
+        assert layer.form.dtype == dtype and layer.form.data is data
+        assert torch.equal(layer.weight, decoded(weight, dtype))
+        assert layer(torch.randn(2, 200, dtype=dtype)).dtype == dtype
+    assert "codes of 4 bits" in repr(layer)
+
+
+def test_a_layer_is_copied_saved_and_loaded_into_one_with_other_zeros(tmp_path):
+    weight, layer = coded_layer()
+    _, other = coded_layer(level=0.8)
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    other.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    x = torch.randn(2, 200).bfloat16()
+    for each in (other, deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(each.weight, decoded(weight, torch.bfloat16)) and torch.equal(each(x), layer(x))
+
+
+def test_the_state_of_another_form_and_a_damaged_one_are_refused_and_nothing_is_lost():
+    weight, layer = coded_layer()
+    state, tiled = layer.state_dict(), SparseLinear(tiles_of_dense(decoded(weight, torch.bfloat16)), layer.bias)
+    for target, given in (
+        (layer, tiled.state_dict()),
+        (tiled, state),
+        (layer, state | {"data": state["data"].flip(0)}),
+    ):
+        with pytest.raises(ValueError, match=r"is kept as|do not fit together"):
+            target.load_state_dict(given)
+        assert torch.equal(target.weight, decoded(weight, torch.bfloat16))
+
+
+def test_the_operator_passes_gradients_to_its_input():
+    weight, layer = coded_layer(dtype=torch.float32)
+    parts = [getattr(layer.form, name) for name in layer.form.PARTS]
+    x = torch.randn(3, 200, requires_grad=True)
+    args = (x, layer.bias, parts, [32, 200], torch.float32, layer.form.stage)
+    torch.library.opcheck(torch.ops.prunus.sparse_linear.default, args)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, decoded(weight, torch.float32).sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_read_one_input_are_joined_and_go_where_they_go():
+    pairs = [coded_layer((rows, 200)) for rows in (32, 16, 48)]
+    layers = [layer for _, layer in pairs]
+    assert can_join(layers)
+    group, x = FusedLinears(layers), torch.randn(2, 200).bfloat16()
+    for dtype in (torch.bfloat16, torch.float16):
+        nn.ModuleList(layers).to(dtype)
+        assert isinstance(group.form, CodedTiles) and group.form.dtype == dtype
+        for weight, layer in pairs:
+            assert layer.fused is group
+            expected = linear(x.to(dtype).float(), decoded(weight, dtype).float(), layer.bias.float())
+            assert torch.allclose(
+                layer(x.to(dtype)).float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max())
+            )
+    _, ragged = coded_layer((37, 200))
+    assert not can_join([layers[0], ragged]) and not can_join(
+        [layers[0], SparseLinear(gaps_of_dense(layers[1].weight))]
+    )
+
+
+@pytest.mark.parametrize("change", [lambda model: model, deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_a_model_comes_back_on_its_grids(is_coded, change):
+    model = on_grid_model((24, 100), (16, 24))
+    before, grids = {k: v.clone() for k, v in model.state_dict().items()}, on_grids(model)
+    if is_coded:
+        for name in ("0", "1"):
+            layer = model.get_submodule(name)
+            replace_(model, name, form_in("coded", layer.weight, grid_of(layer).scales))
+    else:
+        assert sparsify_(model, least=0.3) == ["0", "1"]
+    model = change(model)
+    assert unsparsify_(model) == ["0", "1"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name, on_grid in on_grids(model).items():
+        assert on_grid.grid == GRID
+        check_on_grid(name, model.get_parameter(name), on_grid)
+    assert on_grids(model).keys() == grids.keys()
+
+
+def test_a_weight_that_left_its_grid_and_grids_that_tiles_do_not_hold_are_kept_as_values():
+    weight = sparse((16, 300), 0.5)
+    values, on_grid = decoded(weight, torch.bfloat16), OnGrid(GRID, weight.scales)
+    assert torch.equal(scales_of_codes(values, on_grid), weight.scales)
+    assert scales_of_codes(values * 1.1, on_grid) is None and scales_of_codes(values, None) is None
+    for grid in (Grid(8), Grid(3), Grid(4, group=64)):
+        assert scales_of_codes(values, OnGrid(grid, weight.scales)) is None
+    assert kind_of(values, weight.scales).is_coded and not kind_of(values).is_coded
+    assert str(kind_of(values, weight.scales)).endswith(" 4 bits")
+
+
+def test_what_is_measured_is_on_a_grid():
+    weight, scales = rounded_to_grid(torch.randn(5, 300).bfloat16().masked_fill_(torch.rand(5, 300) < 0.5, 0))
+    assert bool(GRID.holds(weight, scales).all()) and scales.shape == (5, 3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_file_of_codes_becomes_sparse_layers_that_give_the_same_model_back(tmp_path, bits):
+    model = causal_model("LlamaForCausalLM", sparsity=0.6)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            grid = Grid(bits)
+            scales = torch.full(grid.scales_shape(layer.weight.shape), 0.02).bfloat16()
+            values = grid.values(grid.codes(layer.weight, scales), scales, layer.weight.dtype) * (layer.weight != 0)
+            layer.weight.data.copy_(values)
+            put_on_grid_(layer, "weight", OnGrid(grid, scales))
+    save_model(model, tmp_path / "small")
+    packed = load_packed(tmp_path / "small", least=0.3)
+    assert any(isinstance(layer, SparseLinear) for layer in packed.modules())
+    ids = torch.randint(3, 64, (1, 5))
+    assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
+    unsparsify_(packed)
+    state = packed.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert on_grids(packed).keys() == on_grids(model).keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_decoder_writes_with_codes_what_it_writes_with_their_values(tmp_path, compile):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = causal_model("LlamaForCausalLM", sparsity=0.6, **sizes).to("cuda", torch.bfloat16)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            weight, scales = rounded_to_grid(layer.weight.data)
+            layer.weight.data.copy_(weight)
+            put_on_grid_(layer, "weight", OnGrid(GRID, scales))
+    save_model(model, tmp_path / "small")
+    ids = torch.randint(3, 64, (2, 7), device="cuda")
+    logits = model(ids).logits.float()
+    names = sparsify_(model, least=0.3)
+    forms = [model.get_submodule(name).form for name in names]
+    assert forms and all(isinstance(form, CodedTiles) for form in forms)
+    assert model.get_submodule(names[0]).fused is not None
+    assert (model(ids).logits.float() - logits).norm() < 0.05 * logits.norm()
+    text = Decoder(model, compile=compile).generate(ids, max_new_tokens=20, eos_token_id=-1)
+    other = load_packed(tmp_path / "small", "cuda", least=0.3)
+    assert isinstance(other.get_submodule(names[0]).form, CodedTiles)
+    assert torch.equal(Decoder(other, compile=compile).generate(ids, max_new_tokens=20, eos_token_id=-1), text)
+    unsparsify_(model)
+    assert torch.equal(model(ids).logits.float(), logits) and len(on_grids(model)) == len(names)
+
+
+@pytest.mark.gpu
+def test_compiled_a_layer_is_one_graph():
+    _, layer = coded_layer((64, 256), device="cuda")
+    x = torch.randn(3, 256, device="cuda").bfloat16()
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
