@@ -16,7 +16,8 @@ from .tiles import COLUMNS, ROWS, TileForm
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
-STAGES = {"tile": 2, "coded": 4}  # tiles that a warp has in shared memory, as the kernels say
+STAGES = 2  # copies that a warp has in shared memory, or on their way: of one tile, or of a group with codes
+CODED_WARPS, CODED_STAGES, CODED_GROUP = 8, 3, 2
 GAP_WARPS = 32
 DENSE_WARPS = 8
 Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it was prepared for, and a bias
@@ -28,11 +29,6 @@ def can_tile(device: torch.device) -> bool:
     return device.type == "cuda" and _nvrtc.is_there() and torch.cuda.get_device_capability(device) >= TILE_FROM
 
 
-def kind_of(tiles: TileForm) -> str:
-    """What the names of its kernels begin with."""
-    return "coded" if isinstance(tiles, CodedTiles) else "tile"
-
-
 def tile_product(tiles: TileForm, num: int, device: int) -> Product:
     """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors, up to 16, of the type of the tiles.
 
@@ -40,12 +36,16 @@ def tile_product(tiles: TileForm, num: int, device: int) -> Product:
     """
     num_rows, width = tiles.shape
     vectors, missing = 8 if num <= 8 else 16, -width % COLUMNS
-    kind = kind_of(tiles)
-    kernel = _nvrtc.kernel(f"{kind}_product<{TYPES[tiles.dtype]}, {vectors}, {TILE_WARPS}>", device)
-    shared = 512 + TILE_WARPS * max(STAGES[kind] * tiles.stage, ROWS * vectors * 4)
+    if isinstance(tiles, CodedTiles):
+        sizes = f"{CODED_WARPS}, {CODED_STAGES}, {CODED_GROUP}"
+        name, warps, staged = f"coded_product<{{}}, {sizes}>", CODED_WARPS, CODED_STAGES * CODED_GROUP
+    else:
+        name, warps, staged = f"tile_product<{{}}, {TILE_WARPS}>", TILE_WARPS, STAGES
+    kernel = _nvrtc.kernel(name.format(f"{TYPES[tiles.dtype]}, {vectors}"), device)
+    shared = 512 + warps * max(staged * tiles.stage, ROWS * vectors * 4)
     sizes = (num_rows, width + missing, tiles.across, num, tiles.stage)
     args = (tiles.data.data_ptr(), tiles.starts.data_ptr(), 0, 0, 0, *sizes)
-    launch = _nvrtc.Launch(kernel, -(-num_rows // ROWS), TILE_WARPS * 32, shared, args, slice(2, 5))
+    launch = _nvrtc.Launch(kernel, -(-num_rows // ROWS), warps * 32, shared, args, slice(2, 5))
 
     def run(x: Tensor, tiles: TileForm, bias: Tensor | None) -> Tensor:
         *batch, _ = x.shape

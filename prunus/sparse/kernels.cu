@@ -290,6 +290,9 @@ template <> struct Code<1> {  // float16: bits 4 to 7
   static constexpr u32 LEFT = 4, RIGHT = 0, BITS = 0xf0f0f0f0u, SET = 0, MIDDLE = 0x5478u, MINUS = 0xd478d478u;
 };
 
+// the word itself, of lane `lane`: the compiler computes what it could compute again, but keeps what is shuffled
+__device__ u32 kept(u32 word, int lane) { return __shfl_sync(~0u, word, lane); }
+
 __device__ u32 and_or(u32 a, u32 b, u32 c) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
@@ -313,15 +316,14 @@ __device__ u32 selector(u32 bits, u32 places, u32 middle_low, u32 middle_high) {
   return s;
 }
 
-// of each pair j the number of the lane's codes before its middle, in this half: a byte each
-__device__ u32 middles_of(u32 bits) {
-  u32 count = bits - ((bits >> 1) & 0x55555555u);
-  count = (count & 0x33333333u) + ((count >> 2) & 0x33333333u);  // of every four bits
-  return (count & 0x0f0f0f0fu) * 0x01010101u + ((count >> 4) & 0x0f0f0f0fu) * 0x01010100u;
-}
+// the number of a lane's codes before the middle of pair j, in this half
+__device__ u32 before_middle(u32 bits, int j) { return __popc(bits & (0xfffffff >> (24 - 8 * j))); }
 
-// the number of codes before this lane's, of each half
-__device__ uint2 codes_before(u32 bits0, u32 bits1) {
+// that between the middles of pairs j and j + 1
+__device__ u32 num_between(u32 bits, int j) { return __popc(bits & (0xff0u << (8 * j))); }
+
+// the number of codes before this lane's, of each half, and that of all
+__device__ uint3 codes_before(u32 bits0, u32 bits1) {
   const u32 own = __popc(bits0) | __popc(bits1) << 16;
   u32 sum = own;
 #pragma unroll
@@ -331,39 +333,41 @@ __device__ uint2 codes_before(u32 bits0, u32 bits1) {
                  : "r"(d));
   const u32 all = __shfl_sync(~0u, sum, 31);
   sum -= own;
-  return make_uint2(sum & 0xffff, (all & 0xffff) + (sum >> 16));
+  return make_uint3(sum & 0xffff, (all & 0xffff) + (sum >> 16), (all & 0xffff) + (all >> 16));
 }
 
-template <int TYPE, int VECTORS, int WARPS>
+// a warp copies GROUP neighbouring tiles at a time, and has STAGES such copies in shared memory, or on their way
+template <int TYPE, int VECTORS, int WARPS, int STAGES, int GROUP>
 __global__ void __launch_bounds__(WARPS * 32)
 coded_product(const uint4* data, const int* starts, const u16* x, const u16* bias, u16* y, int rows, int width,
               int tiles, int vectors, int stage) {
   extern __shared__ __align__(128) u8 memory[];
   typedef Code<TYPE> C;
-  constexpr int N = VECTORS / 8, STAGES = 4, HEAD = 512;
+  constexpr int N = VECTORS / 8, HEAD = 512, STEP = WARPS * GROUP;
   constexpr u32 UP = 0xffffu, DOWN = 0xffff0000u;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + warp * STAGES * stage;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, size = GROUP * stage;
+  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + warp * STAGES * size;
   if (lane < STAGES) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * lane) : "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
 
-  starts += (u64)blockIdx.x * tiles;
-  int from = 0, end = 0, asked = 0;  // each lane knows one of the next 32 tiles of the warp, and copies it
+  const uint4* from = data;  // each lane knows one of the next 32 groups of the warp, and copies it
+  int bytes = 0, asked = 0;
   auto fetch = [&](int slot) {
     if (asked % 32 == 0) {
-      const int tile = warp + (asked + lane) * WARPS;
-      from = end = 0;
-      if (tile < tiles) from = starts[tile], end = starts[tile + 1];
+      const int tile = warp * GROUP + (asked + lane) * STEP;
+      const int* its = starts + (u64)blockIdx.x * tiles + tile;
+      bytes = 0;
+      if (tile < tiles) from = data + its[0], bytes = (its[min(GROUP, tiles - tile)] - its[0]) * 16;
     }
-    if (lane == asked % 32 && from < end) copy(ring + slot * stage, data + from, (end - from) * 16, barriers + 8 * slot);
+    if (lane == asked % 32 && bytes) copy(ring + slot * size, from, bytes, barriers + 8 * slot);
     asked++;
   };
 #pragma unroll
   for (int slot = 0; slot < STAGES - 1; slot++) fetch(slot);
 
-  const u32 above = selector(lane & 15, 0x0415, 2, 3), below = selector(lane & 15, 0x7362, 0, 1);
-  const u32 none = vectors >> 31;  // 0, which the compiler does not know, so that constants stay in registers
+  const u32 above = kept(selector(lane & 15, 0x0415, 2, 3), lane), below = kept(selector(lane & 15, 0x7362, 0, 1), lane);
+  const u32 none = vectors >> 31;  // 0, which the compiler does not know: it keeps what it is part of in registers
   const u32 minus[4] = {C::MINUS | none, C::MINUS + (none & 1), C::MINUS - (none & 2), C::MINUS ^ (none & 4)};
   const u32 upper_set = ((C::SET & UP) | C::MIDDLE << 16) ^ none, lower_set = ((C::SET & DOWN) | C::MIDDLE) ^ none;
   const u32 set = C::SET ^ none;
@@ -371,55 +375,66 @@ coded_product(const uint4* data, const int* starts, const u16* x, const u16* bia
   const uint4* columns[N];  // what this lane reads of x
 #pragma unroll
   for (int n = 0; n < N; n++)
-    columns[n] = (const uint4*)(x + (u64)min(n * 8 + g, vectors - 1) * width + warp * 128 + t * 8);
+    columns[n] = (const uint4*)(x + (u64)min(n * 8 + g, vectors - 1) * width + warp * GROUP * 128 + t * 8);
   uint4 b[N][4] = {};
   int slot = 0;
   u32 parity = 0;
-  for (int tile = warp; tile < tiles; tile += WARPS) {
+  for (int first = warp * GROUP; first < tiles; first += STEP) {
     __syncwarp();
     fetch(slot ? slot - 1 : STAGES - 1);
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      if (n * 8 + g < vectors)
-#pragma unroll
-        for (int i = 0; i < 4; i++) b[n][i] = columns[n][i * 4];
-      columns[n] += WARPS * 16;
-    }
     wait(barriers + 8 * slot, parity);
-    const u32 at = ring + slot * stage, scales = word_at(at + 256 + 4 * g);
-    const Words<8> own = words_at<8>(at + lane * 8);
-    const uint2 before = codes_before(own.w[0], own.w[1]);
-    float part[N][4] = {};
+    u32 at = ring + slot * size;
+    const int last = min(first + GROUP, tiles);
+#pragma unroll 1
+    for (int tile = first; tile < last; tile++) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 bits = own.w[half], middles = middles_of(bits);
-      const u32 start = (at + 288) * 8 - 16 + (half ? before.y : before.x) * 4;
-      u32 z[4], s0[4], s1[4];  // codes around the middle of each pair, and where the bytes of its two rows are
+      for (int n = 0; n < N; n++) {
+        if (n * 8 + g < vectors)
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 q = dot4(middles, 4u << (8 * j), start), from = (q >> 3) & ~3u;  // in bits, and in bytes
-        z[j] = __funnelshift_r(word_at(from), word_at(from + 4), q);
-        s0[j] = __shfl_sync(~0u, above, bits >> (8 * j));
-        s1[j] = __shfl_sync(~0u, below, bits >> (8 * j + 4));
+          for (int i = 0; i < 4; i++) b[n][i] = columns[n][i * 4];
+        columns[n] += 16;
       }
+      const u32 scales = word_at(at + 256 + 4 * g);
+      const Words<8> own = words_at<8>(at + lane * 8);
+      const uint3 before = codes_before(own.w[0], own.w[1]);
+      float part[N][4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 even = z[j] << C::LEFT, odds = and_or(z[j] >> C::RIGHT, C::BITS, set);
-        const u32 even0 = and_or(even, C::BITS & UP, upper_set), even1 = and_or(even, C::BITS & DOWN, lower_set);
-        const u32 a[4] = {permute(even0, odds, s0[j]), permute(even1, odds, s1[j]), permute(even0, odds, s0[j] >> 16),
-                          permute(even1, odds, s1[j] >> 16)};
+      for (int half = 0; half < 2; half++) {
+        const u32 bits = own.w[half], start = (at + 288) * 8 - 16 + (half ? before.y : before.x) * 4;
+        u32 z[4], s0[4], s1[4];  // codes around the middle of each pair, and where the bytes of its two rows are
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-          const uint4 w = b[n][2 * half + (j >> 1)];
-          multiply<TYPE>(part[n], minus, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
-          multiply<TYPE>(part[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+        for (int j = 0; j < 4; j += 2) {  // the next middle is at most 8 codes further on
+          const u32 q = start + before_middle(bits, j) * 4, from = (q >> 3) & ~3u, next = word_at(from + 4);
+          z[j] = __funnelshift_r(word_at(from), next, q);
+          z[j + 1] = __funnelshift_rc(z[j], __funnelshift_r(next, word_at(from + 8), q), num_between(bits, j) * 4);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          s0[j] = __shfl_sync(~0u, above, bits >> (8 * j));
+          s1[j] = __shfl_sync(~0u, below, bits >> (8 * j + 4));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const u32 even = z[j] << C::LEFT, odds = and_or(z[j] >> C::RIGHT, C::BITS, set);
+          const u32 even0 = and_or(even, C::BITS & UP, upper_set), even1 = and_or(even, C::BITS & DOWN, lower_set);
+          const u32 a[4] = {permute(even0, odds, s0[j]), permute(even1, odds, s1[j]),
+                            permute(even0, odds, s0[j] >> 16), permute(even1, odds, s1[j] >> 16)};
+#pragma unroll
+          for (int n = 0; n < N; n++) {
+            const uint4 w = b[n][2 * half + (j >> 1)];
+            multiply<TYPE>(part[n], minus, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+            multiply<TYPE>(part[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+          }
         }
       }
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[n][i] += part[n][i] * (i < 2 ? low<0>(scales) : high<0>(scales));
+      at += 288 + (before.z + 31) / 32 * 16;
     }
 #pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sums[n][i] += part[n][i] * (i < 2 ? low<0>(scales) : high<0>(scales));
+    for (int n = 0; n < N; n++) columns[n] += (STEP - GROUP) * 16;
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
   write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, rows, vectors);
@@ -435,13 +450,13 @@ coded_dense(const uint4* data, const int* starts, typename Kind<TYPE>::type* out
   const uint4* from = data + starts[tile];
   const uint2 words = ((const uint2*)from)[lane];
   const u32 scales = ((const u32*)(from + 16))[g], *codes = (const u32*)(from + 18);
-  const uint2 before = codes_before(words.x, words.y);
+  const uint3 before = codes_before(words.x, words.y);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const u32 bits = half ? words.y : words.x, middles = middles_of(bits);
+    const u32 bits = half ? words.y : words.x;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const int middle = dot4(middles, 4u << (8 * j), (half ? before.y : before.x) * 4);
+      const int middle = ((half ? before.y : before.x) + before_middle(bits, j)) * 4;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int row = tile / tiles * 16 + g + 8 * r, column = tile % tiles * 128 + 64 * half + 32 * (j >> 1) + 8 * t;

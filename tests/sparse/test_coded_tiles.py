@@ -2,6 +2,7 @@
 
 import pickle
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,8 +149,12 @@ def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
         start = HEAD * 128 - 16 + 4 * (before + num.cumsum(0) - num)
         before = before + num.sum()
         for j in range(4):
-            q = start + 4 * counts[: 2 * j + 1].sum(0)
-            z = ((memory[q >> 5] | memory[(q >> 5) + 1] << 32) >> (q & 31)) & 0xFFFFFFFF
+            if j % 2 == 0:
+                q = start + 4 * counts[: 2 * j + 1].sum(0)
+                three = [memory[(q >> 5) + i] for i in range(3)]
+                z, rest = (((a | b << 32) >> (q & 31)) & 0xFFFFFFFF for a, b in pairwise(three))
+            else:
+                z = ((z | rest << 32) >> 4 * (counts[2 * j - 1] + counts[2 * j])) & 0xFFFFFFFF
             even, odds = z << left & 0xFFFFFFFF, (z >> right & code_bits) | set_bits
             evens = [(even & code_bits & 0xFFFF) | (set_bits & 0xFFFF) | middle << 16]
             evens.append((even & code_bits & 0xFFFF0000) | (set_bits & 0xFFFF0000) | middle)
