@@ -16,8 +16,7 @@ from .tiles import COLUMNS, ROWS, TileForm
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
-STAGES = 2  # copies that a warp has in shared memory, or on their way: of one tile, or of a group with codes
-CODED_WARPS, CODED_STAGES, CODED_GROUP = 8, 3, 2
+CODED_WARPS, CODED_STAGES, CODED_GROUP = 8, 3, 2  # stages of a group of tiles, as the kernel says
 GAP_WARPS = 32
 DENSE_WARPS = 8
 Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it was prepared for, and a bias
@@ -35,17 +34,20 @@ def tile_product(tiles: TileForm, num: int, device: int) -> Product:
     What its calls have in common is prepared here; it has the addresses of the tiles, and may live as long as they do.
     """
     num_rows, width = tiles.shape
-    vectors, missing = 8 if num <= 8 else 16, -width % COLUMNS
+    vectors, missing, blocks = 8 if num <= 8 else 16, -width % COLUMNS, -(-num_rows // ROWS)
+    kind, sums = f"{TYPES[tiles.dtype]}, {vectors}", ROWS * vectors * 4
     if isinstance(tiles, CodedTiles):
-        sizes = f"{CODED_WARPS}, {CODED_STAGES}, {CODED_GROUP}"
-        name, warps, staged = f"coded_product<{{}}, {sizes}>", CODED_WARPS, CODED_STAGES * CODED_GROUP
+        warps, staged = CODED_WARPS, CODED_STAGES * CODED_GROUP * tiles.stage
+        kernel = _nvrtc.kernel(f"coded_product<{kind}, {warps}, {CODED_STAGES}, {CODED_GROUP}>", device)
+        shared = 512 + warps * (staged + sums)
+        blocks = min(blocks, kernel.resident(warps * 32, shared))
     else:
-        name, warps, staged = f"tile_product<{{}}, {TILE_WARPS}>", TILE_WARPS, STAGES
-    kernel = _nvrtc.kernel(name.format(f"{TYPES[tiles.dtype]}, {vectors}"), device)
-    shared = 512 + warps * max(staged * tiles.stage, ROWS * vectors * 4)
+        warps = TILE_WARPS
+        kernel = _nvrtc.kernel(f"tile_product<{kind}, {warps}>", device)
+        shared = 512 + warps * max(2 * tiles.stage, sums)
     sizes = (num_rows, width + missing, tiles.across, num, tiles.stage)
     args = (tiles.data.data_ptr(), tiles.starts.data_ptr(), 0, 0, 0, *sizes)
-    launch = _nvrtc.Launch(kernel, -(-num_rows // ROWS), warps * 32, shared, args, slice(2, 5))
+    launch = _nvrtc.Launch(kernel, blocks, warps * 32, shared, args, slice(2, 5))
 
     def run(x: Tensor, tiles: TileForm, bias: Tensor | None) -> Tensor:
         *batch, _ = x.shape

@@ -139,7 +139,7 @@ template <int SCALE> __device__ u32 place(const Places& p, int r, int j, u32 sta
 
 // the sums of all warps and the bias, for 16 rows and all vectors; `total` is (warps, 16 rows, vectors), in shared memory
 template <int TYPE, int VECTORS, int WARPS>
-__device__ void write_sums(const float* sums, float* total, const u16* bias, u16* y, int rows, int vectors) {
+__device__ void write_sums(const float* sums, float* total, const u16* bias, u16* y, int first, int rows, int vectors) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   __syncthreads();
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ void write_sums(const float* sums, float* total, const u16* bias, u16
       total[(warp * 16 + g + (i >> 1) * 8) * VECTORS + n * 8 + 2 * t + (i & 1)] = sums[n * 4 + i];
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * VECTORS; i += WARPS * 32) {
-    const int row = blockIdx.x * 16 + (i & 15), vector = i >> 4;
+    const int row = first + (i & 15), vector = i >> 4;
     if (row >= rows || vector >= vectors) continue;
     float sum = bias ? number<TYPE>(bias + row) : 0.f;
     for (int w = 0; w < WARPS; w++) sum += total[(w * 16 + (i & 15)) * VECTORS + vector];
@@ -233,7 +233,7 @@ tile_product(const uint4* data, const int* starts, const u16* x, const u16* bias
     parity ^= slot == 0;
   }
 
-  write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, rows, vectors);
+  write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, blockIdx.x * 16, rows, vectors);
 }
 
 // the matrix with its zeros, a warp for each tile
@@ -336,29 +336,35 @@ __device__ uint3 codes_before(u32 bits0, u32 bits1) {
   return make_uint3(sum & 0xffff, (all & 0xffff) + (sum >> 16), (all & 0xffff) + (all >> 16));
 }
 
-// a warp copies GROUP neighbouring tiles at a time, and has STAGES such copies in shared memory, or on their way
+// a warp copies GROUP neighbouring tiles at a time, and has STAGES such copies in shared memory, or on their way: those
+// of the next 16 rows of its block too, so that it does not wait for them
 template <int TYPE, int VECTORS, int WARPS, int STAGES, int GROUP>
 __global__ void __launch_bounds__(WARPS * 32)
 coded_product(const uint4* data, const int* starts, const u16* x, const u16* bias, u16* y, int rows, int width,
               int tiles, int vectors, int stage) {
   extern __shared__ __align__(128) u8 memory[];
   typedef Code<TYPE> C;
-  constexpr int N = VECTORS / 8, HEAD = 512, STEP = WARPS * GROUP;
+  constexpr int N = VECTORS / 8, HEAD = 512, SUMS = WARPS * 16 * VECTORS * 4, STEP = WARPS * GROUP;
   constexpr u32 UP = 0xffffu, DOWN = 0xffff0000u;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, size = GROUP * stage;
-  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + warp * STAGES * size;
+  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + SUMS + warp * STAGES * size;
   if (lane < STAGES) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * lane) : "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
 
+  const int blocks = (rows + 15) / 16, each = max(0, (tiles - warp * GROUP + STEP - 1) / STEP);  // groups in 16 rows
+  const int all = each * ((blocks - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
   const uint4* from = data;  // each lane knows one of the next 32 groups of the warp, and copies it
   int bytes = 0, asked = 0;
   auto fetch = [&](int slot) {
     if (asked % 32 == 0) {
-      const int tile = warp * GROUP + (asked + lane) * STEP;
-      const int* its = starts + (u64)blockIdx.x * tiles + tile;
+      const int group = asked + lane;
       bytes = 0;
-      if (tile < tiles) from = data + its[0], bytes = (its[min(GROUP, tiles - tile)] - its[0]) * 16;
+      if (group < all) {
+        const int tile = warp * GROUP + group % each * STEP;
+        const int* its = starts + (u64)(blockIdx.x + group / each * gridDim.x) * tiles + tile;
+        from = data + its[0], bytes = (its[min(GROUP, tiles - tile)] - its[0]) * 16;
+      }
     }
     if (lane == asked % 32 && bytes) copy(ring + slot * size, from, bytes, barriers + 8 * slot);
     asked++;
@@ -371,7 +377,6 @@ coded_product(const uint4* data, const int* starts, const u16* x, const u16* bia
   const u32 minus[4] = {C::MINUS | none, C::MINUS + (none & 1), C::MINUS - (none & 2), C::MINUS ^ (none & 4)};
   const u32 upper_set = ((C::SET & UP) | C::MIDDLE << 16) ^ none, lower_set = ((C::SET & DOWN) | C::MIDDLE) ^ none;
   const u32 set = C::SET ^ none;
-  float sums[N][4] = {};
   const uint4* columns[N];  // what this lane reads of x
 #pragma unroll
   for (int n = 0; n < N; n++)
@@ -379,65 +384,71 @@ coded_product(const uint4* data, const int* starts, const u16* x, const u16* bia
   uint4 b[N][4] = {};
   int slot = 0;
   u32 parity = 0;
-  for (int first = warp * GROUP; first < tiles; first += STEP) {
-    __syncwarp();
-    fetch(slot ? slot - 1 : STAGES - 1);
-    wait(barriers + 8 * slot, parity);
-    u32 at = ring + slot * size;
-    const int last = min(first + GROUP, tiles);
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
+    float sums[N][4] = {};
+    for (int first = warp * GROUP; first < tiles; first += STEP) {
+      __syncwarp();
+      fetch(slot ? slot - 1 : STAGES - 1);
+      wait(barriers + 8 * slot, parity);
+      u32 at = ring + slot * size;
+      const int last = min(first + GROUP, tiles);
+      const uint4* here[N];
+#pragma unroll
+      for (int n = 0; n < N; n++) here[n] = columns[n], columns[n] += STEP * 16;
 #pragma unroll 1
-    for (int tile = first; tile < last; tile++) {
+      for (int tile = first; tile < last; tile++) {
 #pragma unroll
-      for (int n = 0; n < N; n++) {
-        if (n * 8 + g < vectors)
+        for (int n = 0; n < N; n++) {
+          if (n * 8 + g < vectors)
 #pragma unroll
-          for (int i = 0; i < 4; i++) b[n][i] = columns[n][i * 4];
-        columns[n] += 16;
-      }
-      const u32 scales = word_at(at + 256 + 4 * g);
-      const Words<8> own = words_at<8>(at + lane * 8);
-      const uint3 before = codes_before(own.w[0], own.w[1]);
-      float part[N][4] = {};
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 bits = own.w[half], start = (at + 288) * 8 - 16 + (half ? before.y : before.x) * 4;
-        u32 z[4], s0[4], s1[4];  // codes around the middle of each pair, and where the bytes of its two rows are
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {  // the next middle is at most 8 codes further on
-          const u32 q = start + before_middle(bits, j) * 4, from = (q >> 3) & ~3u, next = word_at(from + 4);
-          z[j] = __funnelshift_r(word_at(from), next, q);
-          z[j + 1] = __funnelshift_rc(z[j], __funnelshift_r(next, word_at(from + 8), q), num_between(bits, j) * 4);
+            for (int i = 0; i < 4; i++) b[n][i] = here[n][i * 4];
+          here[n] += 16;
         }
+        const u32 scales = word_at(at + 256 + 4 * g);
+        const Words<8> own = words_at<8>(at + lane * 8);
+        const uint3 before = codes_before(own.w[0], own.w[1]);
+        float part[N][4] = {};
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          s0[j] = __shfl_sync(~0u, above, bits >> (8 * j));
-          s1[j] = __shfl_sync(~0u, below, bits >> (8 * j + 4));
-        }
+        for (int half = 0; half < 2; half++) {
+          const u32 bits = own.w[half], start = (at + 288) * 8 - 16 + (half ? before.y : before.x) * 4;
+          u32 z[4], s0[4], s1[4];  // codes around the middle of each pair, and where the bytes of its two rows are
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const u32 even = z[j] << C::LEFT, odds = and_or(z[j] >> C::RIGHT, C::BITS, set);
-          const u32 even0 = and_or(even, C::BITS & UP, upper_set), even1 = and_or(even, C::BITS & DOWN, lower_set);
-          const u32 a[4] = {permute(even0, odds, s0[j]), permute(even1, odds, s1[j]),
-                            permute(even0, odds, s0[j] >> 16), permute(even1, odds, s1[j] >> 16)};
+          for (int j = 0; j < 4; j += 2) {  // the next middle is at most 8 codes further on
+            const u32 q = start + before_middle(bits, j) * 4, from = (q >> 3) & ~3u, next = word_at(from + 4);
+            z[j] = __funnelshift_r(word_at(from), next, q);
+            z[j + 1] = __funnelshift_rc(z[j], __funnelshift_r(next, word_at(from + 8), q), num_between(bits, j) * 4);
+          }
 #pragma unroll
-          for (int n = 0; n < N; n++) {
-            const uint4 w = b[n][2 * half + (j >> 1)];
-            multiply<TYPE>(part[n], minus, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
-            multiply<TYPE>(part[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+          for (int j = 0; j < 4; j++) {
+            s0[j] = __shfl_sync(~0u, above, bits >> (8 * j));
+            s1[j] = __shfl_sync(~0u, below, bits >> (8 * j + 4));
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const u32 even = z[j] << C::LEFT, odds = and_or(z[j] >> C::RIGHT, C::BITS, set);
+            const u32 even0 = and_or(even, C::BITS & UP, upper_set), even1 = and_or(even, C::BITS & DOWN, lower_set);
+            const u32 a[4] = {permute(even0, odds, s0[j]), permute(even1, odds, s1[j]),
+                              permute(even0, odds, s0[j] >> 16), permute(even1, odds, s1[j] >> 16)};
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+              const uint4 w = b[n][2 * half + (j >> 1)];
+              multiply<TYPE>(part[n], minus, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+              multiply<TYPE>(part[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+            }
           }
         }
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) sums[n][i] += part[n][i] * (i < 2 ? low<0>(scales) : high<0>(scales));
+        at += 288 + (before.z + 31) / 32 * 16;
       }
-#pragma unroll
-      for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[n][i] += part[n][i] * (i < 2 ? low<0>(scales) : high<0>(scales));
-      at += 288 + (before.z + 31) / 32 * 16;
+      if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 #pragma unroll
-    for (int n = 0; n < N; n++) columns[n] += (STEP - GROUP) * 16;
-    if (++slot == STAGES) slot = 0, parity ^= 1;
+    for (int n = 0; n < N; n++) columns[n] -= each * STEP * 16;
+    write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, block * 16, rows, vectors);
   }
-  write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, rows, vectors);
 }
 
 // the matrix with its zeros, a warp for each tile
