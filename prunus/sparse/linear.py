@@ -271,7 +271,8 @@ def sparsify_(
 
     A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
     of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
-    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another.
+    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. One on a
+    grid of 4 bits keeps its codes on a GPU that multiplies tiles, where that is the fastest; others keep their values.
     ``only``, globs over names, restricts to the layers that match, and ``exclude`` leaves out those that match. Layers
     that read the same input, as q, k and v of attention, compute as one.
     """
