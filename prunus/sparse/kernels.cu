@@ -236,6 +236,15 @@ tile_product(const uint4* data, const int* starts, const u16* x, const u16* bias
   write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, blockIdx.x * 16, rows, vectors);
 }
 
+// eight neighbouring numbers of a row, from a column that is a multiple of eight
+template <typename T> __device__ void put_eight(T* to, const T* v, int column, int width) {
+  if (sizeof(T) == 2 && width % 8 == 0 && column < width)
+    *(uint4*)to = make_uint4((u32)v[0] | (u32)v[1] << 16, (u32)v[2] | (u32)v[3] << 16, (u32)v[4] | (u32)v[5] << 16,
+                             (u32)v[6] | (u32)v[7] << 16);
+  else
+    for (int e = 0; e < 8; e++) if (column + e < width) to[e] = v[e];
+}
+
 // the matrix with its zeros, a warp for each tile
 __global__ void __launch_bounds__(256)
 tile_dense(const uint4* data, const int* starts, u16* out, int rows, int width, int tiles, int num_tiles) {
@@ -267,12 +276,7 @@ tile_dense(const uint4* data, const int* starts, u16* out, int rows, int width, 
           q += is_here;
         }
       }
-      if (row >= rows) continue;
-      u16* to = out + (u64)row * width + column;
-      if (width % 8 == 0 && column < width)
-        *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-      else
-        for (int e = 0; e < 8; e++) if (column + e < width) to[e] = v[e];
+      if (row < rows) put_eight(out + (u64)row * width + column, v, column, width);
     }
   }
 }
@@ -466,22 +470,24 @@ coded_dense(const uint4* data, const int* starts, typename Kind<TYPE>::type* out
   for (int half = 0; half < 2; half++) {
     const u32 bits = half ? words.y : words.x;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int middle = ((half ? before.y : before.x) + before_middle(bits, j)) * 4;
+    for (int i = 0; i < 4; i++) {
+      const int r = i & 1, row = tile / tiles * 16 + g + 8 * r;
+      const int column = tile % tiles * 128 + 64 * half + 32 * (i >> 1) + 8 * t;
+      const float scale = r ? high<0>(scales) : low<0>(scales);
+      typename Kind<TYPE>::type v[8];
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int row = tile / tiles * 16 + g + 8 * r, column = tile % tiles * 128 + 64 * half + 32 * (j >> 1) + 8 * t;
+      for (int h = 0; h < 2; h++) {
+        const int j = 2 * (i >> 1) + h, middle = ((half ? before.y : before.x) + before_middle(bits, j)) * 4;
         int place = r ? middle : middle - 4;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const bool is_here = bits >> (8 * j + 4 * r + e) & 1;
           const u32 code = is_here ? codes[place >> 5] >> (place & 31) & 15 : 0;
-          const int k = column + 4 * (j & 1) + e;
-          if (row < rows && k < width)
-            put<TYPE>(out + (u64)row * width + k, is_here ? (r ? high<0>(scales) : low<0>(scales)) * (code - 7.5f) : 0.f);
+          put<TYPE>(v + 4 * h + e, is_here ? scale * (code - 7.5f) : 0.f);
           if (is_here) place += r ? 4 : -4;
         }
       }
+      if (row < rows) put_eight(out + (u64)row * width + column, v, column, width);
     }
   }
 }

@@ -169,9 +169,12 @@ def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
     assert torch.equal(numbers - exact, decoded(weight, torch.float32))
 
 
-def close(y, x, weight, bias):
-    """Whether an output is as near to the product with the values of the codes as its type and float32 sums allow."""
-    values = decoded(weight, torch.float64)
+def close(y, x, weight, bias, dtype=torch.float64):
+    """Whether an output is as near to the product with the values of the codes as its type and float32 sums allow.
+
+    ``dtype`` is what the values are rounded to.
+    """
+    values = decoded(weight, dtype).double()
     largest = weight.scales.double().repeat_interleave(128, 1)[:, : x.shape[1]] * 7.5
     largest = largest * (values.view(*largest.shape) != 0).view(len(largest), -1).any(1, keepdim=True)
     exact = x.double() @ values.t() + (0 if bias is None else bias.double())
@@ -188,16 +191,12 @@ def test_products_on_a_gpu(dtype, num):
         for level in LEVELS:
             weight = sparse(shape, level, "cuda")
             tiles = coded_tiles_of(weight, dtype)
-            rounded = decoded(weight, dtype)
-            assert torch.equal(dense(tiles), rounded), (shape, level)
+            assert torch.equal(dense(tiles), decoded(weight, dtype)), (shape, level)
             x = torch.randn(num, shape[1], device="cuda", dtype=dtype)
             for bias in (None, torch.randn(shape[0], device="cuda", dtype=dtype)):
                 y = product(x, tiles, bias)
                 assert y.shape == (num, shape[0]) and y.dtype == dtype
-                if num <= 16:
-                    assert close(y, x, weight, bias), (shape, level)
-                else:
-                    assert torch.equal(y, linear(x, rounded, bias))
+                assert close(y, x, weight, bias, torch.float64 if num <= 16 else dtype), (shape, level)
 
 
 @pytest.mark.gpu
