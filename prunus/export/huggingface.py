@@ -23,7 +23,7 @@ from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.regular import check_regular_files
 from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory, loaded
-from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
 from ..grids import on_grids, put_on_grid_
 from ..ops.bits import words_of
 from ..ops.machine import device_of
@@ -62,15 +62,9 @@ def save_model(
         source = loaded_from
     if masks is not None:
         check_masks(tensors, masks)
-    in_files = in_memory(tensors, {"format": "pt"} | _names_of(inner), on_grids(inner))
+    in_files = small_source(inner)
     with new_folder(Path(folder), replace) as part:
-        for name in ("config", "generation_config"):
-            if hasattr(getattr(inner, name, None), "save_pretrained"):
-                getattr(inner, name).save_pretrained(part)
-        path, kind = part / "config.json", [type(inner).__name__]
-        if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != kind:
-            config["architectures"] = kind  # a model made from a configuration may not have said
-            path.write_text(json.dumps(config, indent=2) + "\n")
+        save_config(inner, part)
         if source is not None:
             copy_beside(Path(source), part)
         saved = write(in_files, WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes))
@@ -79,6 +73,22 @@ def save_model(
         write_card(part, CardFacts(name=Path(folder).resolve().name, source=origin, **facts))
     _warn_if_not_loaded(inner, Path(folder))
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
+
+
+def small_source(model: nn.Module) -> TensorSource:
+    """The tensors of a model as a small file holds them; ValueError for a weight that left its grid."""
+    return in_memory(model.state_dict(), {"format": "pt"} | _names_of(model), on_grids(model))
+
+
+def save_config(model: nn.Module, part: Path) -> None:
+    """Write the configurations of a model that has some into a folder."""
+    for name in ("config", "generation_config"):
+        if hasattr(getattr(model, name, None), "save_pretrained"):
+            getattr(model, name).save_pretrained(part)
+    path, kind = part / "config.json", [type(model).__name__]
+    if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != kind:
+        config["architectures"] = kind  # a model made from a configuration may not have said
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _warn_if_not_loaded(model: nn.Module, folder: Path) -> None:

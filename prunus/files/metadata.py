@@ -83,7 +83,7 @@ def description_of(header: Header) -> Description:
         raise ValueError("the description of its tensors does not match its checksum")
     value = strict_json(text)
     version = value.get("version") if isinstance(value, dict) else None
-    if version not in VERSIONS:
+    if type(version) is not int or version not in VERSIONS:
         raise ValueError("it is not of version 1 or 2 of the format; a newer prunus may read it")
     if set(value) != {"version", "shard", "metadata", "tensors"} or not isinstance(value["tensors"], dict):
         raise ValueError("the description of its tensors is incomplete")
@@ -157,10 +157,10 @@ def _grid(name: str, value: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     """The grid of a tensor that is stored as codes; ValueError for one that cannot be."""
     bits, group, outputs = value["bits"], value["group"], value["outputs"]
     if type(bits) is not int or not FEWEST <= bits <= MOST or not is_size(group) or not group:
-        raise ValueError(f"{name!r} has codes of {str(bits)[:20]} bits in groups of {str(group)[:20]}, which cannot be")
+        raise ValueError(f"{name!r} has codes of {bits!r:.20} bits in groups of {group!r:.20}, which cannot be")
     dims = outputs if isinstance(outputs, list) else [-1]
     if not all(is_size(dim) and dim < len(shape) for dim in dims) or len(set(dims)) < len(dims):
-        raise ValueError(f"{name!r} of shape {list(shape)} cannot have rows by the dimensions {str(outputs)[:80]}")
+        raise ValueError(f"{name!r} of shape {list(shape)} cannot have rows by the dimensions {outputs!r:.80}")
     if DTYPES[value["dtype"]] not in CODED_DTYPES or 0 in shape:
         raise ValueError(f"{name!r} of type {value['dtype']} and shape {list(shape)} cannot be codes")
     return Grid(bits, group, tuple(dims))

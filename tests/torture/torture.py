@@ -30,9 +30,17 @@ from fuzzing import fuzz  # noqa: E402
 import prunus  # noqa: E402
 from prunus.grids import OnGrid  # noqa: E402
 
-GOALS = {"train": 170, "study": 30, "prune": 170, "export": 130, "ranks": 20}  # kills in half an hour
+GOALS = {
+    "train": 170,
+    "study": 30,
+    "prune": 170,
+    "export": 90,
+    "export of codes": 40,
+    "ranks": 20,
+}  # kills in half an hour
 NUM_FLIPS, NUM_MUTATIONS = 4000, 20_000
-SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.06, "ranks": 0.1, "writers": 0.02, "flips": 0.05}
+SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.04, "export of codes": 0.02, "ranks": 0.1}
+SHARES |= {"writers": 0.02, "flips": 0.05}
 FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
 
