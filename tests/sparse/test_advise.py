@@ -44,7 +44,12 @@ def row(decode, prefill, num=2, **options):
 def measured(monkeypatch):
     """Shapes and numbers of vectors that were measured."""
     found, inner = [], times.measured
-    monkeypatch.setattr(times, "measured", lambda weight, num: found.append((*weight.shape, num)) or inner(weight, num))
+
+    def measured(weight, num, scales):
+        found.append((*weight.shape, num))
+        return inner(weight, num, scales)
+
+    monkeypatch.setattr(times, "measured", measured)
     return found
 
 
@@ -106,7 +111,7 @@ class Attention(nn.Module):
 def test_the_advice_is_what_sparsify_does(monkeypatch, launch, taken):
     """A device on which sparse products gain at 80 %, and at 50 % if they are few enough."""
 
-    def measured(weight, vectors):
+    def measured(weight, vectors, scales):
         dense = 1.0 + weight.numel() / 1000
         share = 1.03 if weight.count_nonzero() > 0.4 * weight.numel() else 0.5
         return {"dense": dense, "gaps": share * dense + launch}
@@ -185,7 +190,7 @@ def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run
     assert len(model.model.layers) == model.config.num_hidden_layers == 9
     assert dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
     assert dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
-    monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
+    monkeypatch.setattr(times, "measured", lambda *_: {"dense": 10.0, "gaps": 5.0})
     assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
     assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
 
