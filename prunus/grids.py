@@ -59,6 +59,6 @@ def check_on_grid(name: str, weight: Tensor, on_grid: OnGrid) -> None:
     off = ~on_grid.grid.holds(weight, on_grid.scales)
     if count := int(off.sum()):
         raise ValueError(
-            f"{name} has {count:,} weights that are not on its grid of {on_grid.grid.bits} bits: the model was trained "
-            "or changed after it was quantised; call quantize(model, batches) again"
+            f"{name} has {count:,} weights that are not on its grid of {on_grid.grid.bits} bits: the model was "
+            "trained, cast or changed after it was quantised; call quantize(model, batches) again"
         )
