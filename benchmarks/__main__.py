@@ -24,6 +24,7 @@ COMMANDS = {  # module and class, what the command does
     "shrink-study": ("shrink_study:ShrinkQuality", "quality of smaller models, beside other ways, and after learning"),
     "shrink-time": ("shrink_speed:ShrinkTime", "shrinking: time and memory on a random model of Llama-2-7B's shape"),
     "shrink-speed": ("shrink_speed:ShrunkSpeed", "text from a shrunk model of 1 B weights beside the dense one"),
+    "bits-study": ("bits_study:BitsQuality", "quality over bits a weight: dense, sparse and smaller models, quantised"),
     "experts": ("small_models:Experts", "quality without some of the experts, of small models that are trained for it"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("small_models:Lora", "what masks cost a merge of LoRA adapters"),
