@@ -18,7 +18,7 @@ CHAPTERS = {  # heading: where each name is imported from; a name of the package
     "While training": "Pruner Event AdamWPrune Spam Rate parameter_groups Regrow",
     "Schedules": "Ramp OneShot Constant",
     "Selectors": "Global PerLayer PerRow NofM",
-    "After training": "prune Repair BlockTuning Result shrink ShrinkResult",
+    "After training": "prune Repair BlockTuning Result quantize QuantizeResult shrink ShrinkResult",
     "Recovery": "recover Recovery",
     "Search and probe": "search oneshot:Limit oneshot:Levels oneshot:Bisection oneshot:TauTuning oneshot:Probe",
     "Files": "save_sparse load_sparse save_model load_model",

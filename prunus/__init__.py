@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .export import load_model, load_sparse, save_model, save_sparse
-    from .oneshot import BlockTuning, Repair, Result, ShrinkResult, prune, search, shrink
+    from .oneshot import BlockTuning, QuantizeResult, Repair, Result, ShrinkResult, prune, quantize, search, shrink
     from .optim import AdamWPrune, Spam
     from .pruner import Event, Pruner
     from .rate import Rate, parameter_groups
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _NAMES = {  # by module
     "export": "load_model load_sparse save_model save_sparse",
-    "oneshot": "BlockTuning Repair Result ShrinkResult prune search shrink",
+    "oneshot": "BlockTuning QuantizeResult Repair Result ShrinkResult prune quantize search shrink",
     "optim": "AdamWPrune Spam",
     "pruner": "Event Pruner",
     "rate": "Rate parameter_groups",
@@ -45,6 +45,7 @@ __all__ = [
     "PerLayer",
     "PerRow",
     "Pruner",
+    "QuantizeResult",
     "Ramp",
     "Rate",
     "Recovery",
@@ -57,6 +58,7 @@ __all__ = [
     "load_sparse",
     "parameter_groups",
     "prune",
+    "quantize",
     "recover",
     "save_model",
     "save_sparse",

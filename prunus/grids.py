@@ -46,12 +46,12 @@ def grid_of(module: nn.Module, key: str = "weight") -> OnGrid | None:
 
 def on_grids(model: nn.Module) -> dict[str, OnGrid]:
     """The grids of a model by the names of their weights."""
-    grids = {}
-    for prefix, module in model.named_modules():
-        for key in module._parameters:
-            if (on_grid := grid_of(module, key)) is not None:
-                grids[f"{prefix}.{key}" if prefix else key] = on_grid
-    return grids
+    return {
+        f"{prefix}.{key}" if prefix else key: on_grid
+        for prefix, module in model.named_modules()
+        for key in module._parameters
+        if (on_grid := grid_of(module, key)) is not None
+    }
 
 
 def check_on_grid(name: str, weight: Tensor, on_grid: OnGrid) -> None:

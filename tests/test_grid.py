@@ -44,6 +44,14 @@ def test_a_fitted_scale_is_a_positive_bfloat16_for_any_values(bits):
         assert grid.rounded(weight, scale).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_kept_weight_becomes_zero_however_small(dtype):
+    grid, least = Grid(4), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    weight = torch.tensor([[least, -least, 3 * least], [1, least, -least]], dtype=dtype).float()
+    scale = grid.fitted(weight, weight != 0, dtype)
+    assert (grid.rounded(weight, scale).to(dtype) != 0).all()
+
+
 @pytest.mark.parametrize("kwargs", [{"bits": 1}, {"bits": 9}, {"group": 0}])
 def test_grids_that_cannot_be_are_refused(kwargs):
     with pytest.raises(ValueError, match="got"):

@@ -4,7 +4,8 @@ from .drop_experts import ExpertLayer
 from .options import Bisection, BlockTuning, Levels, Limit, Repair, TauTuning, Trial
 from .probe import Probe
 from .prune import prune
-from .result import Layer, Result, SearchResult
+from .quantize import quantize
+from .result import Layer, QuantizeResult, Result, SearchResult
 from .search import search
 from .shrink import shrink
 from .shrink_result import ShrinkResult, ShrunkLayer
@@ -17,6 +18,7 @@ __all__ = [
     "Levels",
     "Limit",
     "Probe",
+    "QuantizeResult",
     "Repair",
     "Result",
     "SearchResult",
@@ -25,6 +27,7 @@ __all__ = [
     "TauTuning",
     "Trial",
     "prune",
+    "quantize",
     "search",
     "shrink",
 ]

@@ -74,6 +74,10 @@ class Calibration:
         self.is_open = False
         self._batches, self._is_checked = batches, False
 
+    @property
+    def has_batches(self) -> bool:
+        return not (hasattr(self._batches, "__len__") and len(self._batches) == 0)  # pyrefly: ignore[bad-argument-type]
+
     @cached_property
     def samples(self) -> Samples:
         samples = samples_of(self._batches)

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..eligible import Weight
+from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
 from ..ops import bits
 from .originals import Originals
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
@@ -31,10 +32,12 @@ class Level:
     tuned: dict[int, Tuned] = field(default_factory=dict)  # by block
     tuned_whole: Tuned | None = None
     not_tuned: list[str] = field(default_factory=list)  # sentences: what was to be tuned and was not, and why
+    grids: dict[str, OnGrid] = field(default_factory=dict)  # of weights in few bits
     originals: Originals = field(default_factory=Originals)
     cost: Cost = field(default_factory=Cost)
     repair_again: Callable[[], None] | None = None  # repairs the dense model by the masks of the probe
     _undone: dict[Tensor, Tensor] = field(default_factory=dict)  # repaired values that ``undo_`` took back
+    _left: list[tuple[nn.Module, str, OnGrid]] = field(default_factory=list)  # grids that weights had before
 
     def proposed(self, name: str) -> Tensor:
         """Packed bits of what the score or the solver would prune."""
@@ -52,8 +55,46 @@ class Level:
         return notes
 
     def undo_(self) -> None:
-        """Give every changed weight its old value, bit for bit."""
+        """Give every changed weight its old value, bit for bit, and its old grid."""
         self._undone = self.originals.restore_() or self._undone
+        self._grids_undo_()
+
+    @property
+    def bits_a_weight(self) -> float:
+        """Of the weights on grids: one bit for the mask where there are zeros, codes, and scales of 16 bits."""
+        total = num = 0
+        for name, on_grid in self.grids.items():
+            size, num_kept = self.weights[name].parameter.numel(), int(bits.count(self.packed[name]))
+            total += (size if num_kept < size else 0) + num_kept * on_grid.grid.bits + 16 * on_grid.scales.numel()
+            num += size
+        return total / max(1, num)
+
+    def leave_grids_(self, model: nn.Module) -> None:
+        """Forget the grids that weights of the model are on, as they will change; ``undo_`` brings them back."""
+        self._left = [
+            (module, key, on_grid)
+            for module in model.modules()
+            for key in module._parameters
+            if (on_grid := grid_of(module, key)) is not None
+        ]
+        self._grids_apply_()
+
+    def put_on_grid_(self, name: str, on_grid: OnGrid) -> None:
+        """Note that the new values of a weight are on a grid."""
+        self.grids[name] = on_grid
+        put_on_grid_(self.weights[name].module, name.rpartition(".")[2], on_grid)
+
+    def _grids_undo_(self) -> None:
+        for name in self.grids:
+            take_off_grid_(self.weights[name].module, name.rpartition(".")[2])
+        for module, key, on_grid in self._left:
+            put_on_grid_(module, key, on_grid)
+
+    def _grids_apply_(self) -> None:
+        for module, key, _ in self._left:
+            take_off_grid_(module, key)
+        for name, on_grid in self.grids.items():
+            self.put_on_grid_(name, on_grid)
 
     def follow_(self, moved: Mapping[Tensor, Tensor]) -> None:
         """Undo and apply what was done to some tensors to those that took their places."""
@@ -64,6 +105,7 @@ class Level:
     def apply_(self) -> None:
         """Prune again what ``undo_`` restored."""
         self.undo_()
+        self._grids_apply_()
         if self._undone:
             while self._undone:  # of each weight one value beside the model: the dense or the repaired one
                 tensor, values = self._undone.popitem()

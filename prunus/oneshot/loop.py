@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..grids import OnGrid
 from ..ops import bits
+from ..ops.grid import Grid
 from ..ops.lazy import as_rows, from_rows
 from .batch_norms import renew_batch_norms
 from .calibration import Calibration
@@ -114,6 +116,8 @@ class Loop:
             for name, saved in before.items():
                 self._replace(name, saved["weight"], saved["mask"], LayerRepair(**saved["repair"]))
                 self._take_units(name, saved["units"], saved["bias"])
+                if saved["scales"] is not None:
+                    self._put_on_grid(name, OnGrid(Grid(**saved["grid"]), saved["scales"]))
             return
         layers = self._layers([name for name in group.names if name in self.weights], self.calibration.device)
         experts = group.names[0] in streams.stacked
@@ -128,7 +132,9 @@ class Loop:
     def _entry(self, name: str) -> dict[str, Any]:
         weight, level = self.weights[name].parameter.detach(), self.level
         units, bias = level.units.get(name), self._bias(name) if name in level.units else None
-        more = {"units": units, "bias": None if bias is None else bias.detach().cpu()}
+        more: dict[str, Any] = {"units": units, "bias": None if bias is None else bias.detach().cpu()}
+        on_grid = level.grids.get(name)
+        more["scales"], more["grid"] = (on_grid.scales.cpu(), asdict(on_grid.grid)) if on_grid else (None, None)
         return {"weight": weight.cpu(), "mask": level.packed[name].cpu(), "repair": asdict(level.repairs[name])} | more
 
     def _layers(self, names: Sequence[str], device: torch.device | None = None) -> Layers:
@@ -156,7 +162,7 @@ class Loop:
 
         mask, value = shaped(change.mask), weight.parameter.detach()
         packed = bits.pack(mask)
-        if self.streams is None:  # nothing but zeros changes: only what they replace is remembered
+        if change.weight is None and self.streams is None:  # only what zeros replace is remembered
             self.level.originals.prune_(weight.parameter, bits.unpack(self.level.live[name] & ~packed, value.shape))
             self.level.packed[name] = packed
         else:
@@ -165,14 +171,24 @@ class Loop:
             if change.bias is not None and bias is not None:
                 bias = (bias.detach() + change.bias.to(bias.device)).to(bias.dtype)
             self._take_units(name, change.units, bias)
+        if change.on_grid is not None:
+            self._put_on_grid(name, change.on_grid)
 
     def _replace(self, name: str, value: Tensor, packed: Tensor, repair: LayerRepair) -> None:
         """Change a weight in place, and remember its dense values."""
         parameter, level = self.weights[name].parameter, self.level
         level.packed[name], level.repairs[name] = packed.to(parameter.device), repair
         positive = value + 0.0  # zeros without a sign: a small file keeps -0.0 as a value
-        assert self.streams is not None
-        self.streams.replace_(name, parameter, positive, level.originals.save_all(parameter))
+        dense = level.originals.save_all(parameter)
+        if self.streams is None:
+            parameter.detach().copy_(positive)
+        else:
+            self.streams.replace_(name, parameter, positive, dense)
+
+    def _put_on_grid(self, name: str, on_grid: OnGrid) -> None:
+        """Note the grid of a weight, whose scales count its rows."""
+        grid = replace(on_grid.grid, outputs=tuple(self.weights[name].outputs or ()))
+        self.level.put_on_grid_(name, OnGrid(grid, on_grid.scales))
 
     def _bias(self, name: str) -> nn.Parameter | None:
         bias = getattr(self.weights[name].module, "bias", None)

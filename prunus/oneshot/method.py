@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..ops.grid import Grid
 from ..select import Global, PerLayer, PerRow, Selector
 from .options import Repair
 from .probe.objective import Loss
@@ -23,6 +24,7 @@ class Method:
     loss: Loss | None = None
     checkpointing: bool = False
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones, by weight
+    grid: Grid | None = None  # of few bits, that kept weights are put onto
 
     @staticmethod
     def of(
@@ -61,6 +63,7 @@ class Method:
     def settings(self, names: Iterable[str]) -> dict[str, Any]:
         """What a resumed call must share, beside the model with these weights, the samples and the sparsity."""
         settings: dict[str, Any] = {"score": self.score, "select": self.select, "repair": self.repair}
+        settings |= {"grid": self.grid} if self.grid else {}
         if self.allocate == "moments":
             settings["moments"] = digest([(name, self.moments.get(name)) for name in names])
         if self.loss is not None and (self.allocate == "fisher" or self.score in ("fisher", "path")):

@@ -105,7 +105,7 @@ class Problem:
 
     def masked(self, support: Tensor) -> Candidate:
         """The dense weights on a support."""
-        return self._with_costs(self.weight * support, support)
+        return self.costs(self.weight * support, support)
 
     def candidate(self, values: Tensor, support: Tensor) -> Candidate:
         """Scaled values on a support, rounded to the layers' dtypes.
@@ -115,7 +115,7 @@ class Problem:
         """
         weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
         rounded = [_rounded(rows, self.weights[name].dtype) for name, rows in weight.items()]
-        solved, mask = self._with_costs(torch.cat(rounded).mul_(support), support), self.masked(support)
+        solved, mask = self.costs(torch.cat(rounded).mul_(support), support), self.masked(support)
         is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
         return _choose_rows(is_pruned & (solved.damped <= mask.damped), solved, mask)
 
@@ -135,7 +135,8 @@ class Problem:
         energies = [rows.sum().item() for rows in self.split(self.energy).values()]
         return [e / of if of > 0 else math.inf if e > 0 else 0.0 for e, of in zip(errors, energies, strict=True)]
 
-    def _with_costs(self, weight: Tensor, support: Tensor) -> Candidate:
+    def costs(self, weight: Tensor, support: Tensor) -> Candidate:
+        """Weights (rows, in) on a support, and what they cost."""
         change = weight - self.weight
         ridge = torch.full_like(self.scale, self.damping)
         if self.unseen is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ from .options import Repair
 from .probe.objective import Loss
 from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
+from .quantize import check_finite, checked_grid, quantize_level_, without_grid
+from .quantize_step import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores
@@ -35,6 +38,7 @@ def prune(
     *,
     score: ScoreLike | None = None,
     select: Selector | None = None,
+    bits: int | None = None,
     probe: Probe | None = None,
     loss: Loss | None = None,
     repair: Repair | Literal["auto"] | None = "auto",
@@ -69,6 +73,9 @@ def prune(
     ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for other scores.
     ``PerLayer("moments")`` reads ``moments``: by name, the ``exp_avg_sq`` that Adam kept of each weight in training.
 
+    With ``bits``, 8, 4 or 3, the weights that stay are put onto a grid of few bits, each layer after it was solved and
+    before the next one is; ``quantize`` says what that is, and quantises a model that is sparse already.
+
     A probe keeps some of the weights that the score would prune, so the sparsity ends lower than requested, unless its
     tau is ``target``; nothing is repaired then unless you pass ``repair``. With ``offload``, a device, the model's
     blocks are moved there one at a time, and everything else stays there until the end: the masks are the same. With
@@ -86,9 +93,11 @@ def prune(
     _refuse(moved)
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
-    method = Method.of(
-        batches, score, select, probe, repair, loss=loss, checkpointing=checkpointing, moments=moments or {}
-    )
+    grid = None if bits is None else checked_grid(bits)
+    if grid and probe:
+        raise ValueError("a probe and bits do not go together in one call: prune, then call quantize(model, batches)")
+    more = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}, "grid": grid}
+    method = Method.of(batches, score, select, probe, repair, **more)
     calibration = Calibration(
         model, batches, include=include, exclude=exclude, only=only, offload=offload, batch_size=batch_size
     )
@@ -134,6 +143,8 @@ def prune_to(
             level.cost = cost
             if method.repair or probe or scores.num_passes:
                 calibration.check_model()
+            if method.repair or method.grid:
+                level.leave_grids_(calibration.model)
             with calibration.clock.part("scores"):
                 select = selector(scores, sparsity, level.live)
             if probe is not None:
@@ -149,7 +160,7 @@ def prune_to(
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
-        level.originals.restore_()
+        level.undo_()
         scores.changed()
         raise
     return level
@@ -160,6 +171,8 @@ def _num_steps(scores: Scores, probe: Probe | None) -> int:
     num, repair = len(scores.weights), scores.method.repair
     if num_passes := scores.num_passes + 2 * (probe is not None and probe.schedule == "joint"):
         num += num_passes * len(scores.calibration.samples)
+    if scores.method.grid and not (repair and not repair.tuning):
+        num += len(scores.weights)
     if repair is None:
         return num
     tuning = repair.tuning
@@ -225,11 +238,20 @@ def _change(
         calibration.meter.step(f"{'repaired' if repair else 'pruned'} {names[-1]}", len(names))
 
     choose, num_drop = (allocation.choose, allocation.num_drop) if allocation else (None, {})
-    loop = Loop(calibration, level, Mask(choose), masks=masks, live=within and level.live, journal=journal)
+    mask, solve, grid = Mask(choose), None, scores.method.grid
+    if repair is not None:
+        solve = Solve(repair, choose, num_drop, calibration.clock)
+    is_at_once = grid and repair and not repair.tuning  # what is tuned leaves its grid
+    if is_at_once:
+        skipped = without_grid(scores.weights)
+        mask, solve = Nearest(grid, skipped, mask), Quantize(grid, solve, skipped, calibration.clock)
+    loop = Loop(calibration, level, mask, masks=masks, live=within and level.live, journal=journal)
     with nullcontext() if calibration.is_open else calibration.open(), eagerly():
-        if repair is None:
-            loop.run(None, finished)
-        else:
-            loop.run(Solve(repair, choose, num_drop, calibration.clock), finished, repair.tuning)
+        if grid:
+            check_finite(scores.weights)
+        loop.run(solve, finished, None if repair is None else repair.tuning)
+        if repair is not None:
             loop.finish(repair.batch_norm, repair.tuning)
+        if grid and not is_at_once:
+            quantize_level_(calibration, level, grid, state=None if state is None else Path(state) / "bits")
     scores.changed()

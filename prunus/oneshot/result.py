@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from ..masks import Masks
 from ..ops import bits
 from ..plot import Figure, layers_chart, notebook_html, trials_chart
 from .changed import ChangedModel
+from .level import Level
 from .options import Limit, Trial
 from .probe.decide import Tau
 from .step import LayerRepair
@@ -32,6 +34,8 @@ class Layer:
     mask_error: float | None = None  # of the outputs, relative, with the first mask and dense weights
     error: float | None = None  # after the repair
     not_repaired: str | None = None  # why, where other weights were
+    bits: int | None = None  # of its kept weights, where they are on a grid
+    bits_error: float | None = None  # of the outputs, after the weights were put onto it
 
     @property
     def sparsity(self) -> float:
@@ -52,7 +56,7 @@ class Result(ChangedModel):
     def __repr__(self) -> str:
         zeros, num = self.num_pruned, self.num_weights
         of = f"{zeros:,} of {num:,} weights in {len(self.level.weights)} layers are zero"
-        return f"Result({zeros / num:.4%}: {of}, {self.seconds:.1f} s)"
+        return f"Result({zeros / num:.4%}: {of}{_in_bits(self.level)}, {self.seconds:.1f} s)"
 
     def __str__(self) -> str:
         return "\n".join([repr(self), str(self.cost), *self.notes])
@@ -78,10 +82,12 @@ class Result(ChangedModel):
     def _repr_html_(self) -> str:
         rows = []
         for layer in self.layers:
-            errors = ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
+            errors = (layer.mask_error, layer.error, *([layer.bits_error] if self.level.grids else []))
+            errors = ["" if error is None else f"{error:.4f}" for error in errors]
             shape = "x".join(map(str, layer.shape))
             rows.append((layer.name, shape, f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}", *errors))
         columns = ("layer", "shape", "weights pruned", "sparsity", "error, mask alone", "error")
+        columns += ("error, few bits",) if self.level.grids else ()
         return notebook_html(str(self), self.plot, columns, rows)
 
     @property
@@ -97,7 +103,9 @@ class Result(ChangedModel):
             counts = parameter.numel(), num_zeros(parameter), int(bits.count(level.proposed(name)))
             odd = (ratios.num_zero, ratios.num_not_finite) if ratios else (0, 0)
             errors = repair.mask_error, repair.error, repair.not_repaired
-            layers.append(Layer(name, tuple(parameter.shape), *counts, *odd, level.taus.get(name), *errors))
+            bits_of = level.grids[name].grid.bits if name in level.grids else None
+            layer = Layer(name, tuple(parameter.shape), *counts, *odd, level.taus.get(name), *errors)
+            layers.append(replace(layer, bits=bits_of, bits_error=repair.bits_error))
         return layers
 
     @property
@@ -153,6 +161,27 @@ class Result(ChangedModel):
                     f"{name} is no longer the parameter that was pruned: something has put another in its place, as "
                     "load_state_dict(..., assign=True) does; load the weights without assign, or the dense ones"
                 )
+
+
+@dataclass(repr=False)
+class QuantizeResult(Result):
+    """What quantising did to a model; ``undo_`` gives every weight the value that it had before."""
+
+    done: ClassVar[str] = "quantised"
+    doing: ClassVar[str] = "quantising"
+    call: ClassVar[str] = "quantize"
+
+    def __repr__(self) -> str:
+        level = self.level
+        num = sum(weight.parameter.numel() for weight in level.weights.values())
+        of = f"{num:,} weights in {len(level.grids)} of {len(level.weights)} layers"
+        return f"QuantizeResult({of}{_in_bits(level)}, {self.sparsity:.4%} zero, {self.seconds:.1f} s)"
+
+
+def _in_bits(level: Level) -> str:
+    numbers = sorted({on_grid.grid.bits for on_grid in level.grids.values()})
+    each = f"kept weights in {numbers[0]} bits, with masks and scales {level.bits_a_weight:.2f} bits a weight"
+    return f", {each}" if numbers else ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..grids import on_grids
 from ..input_statistics import eagerly
 from .calibration import Calibration
 from .config_units import config_plan
@@ -95,6 +96,8 @@ def shrink(
         raise ValueError(
             "the model has adapters; merge them first, as model = model.merge_and_unload() does, then shrink"
         )
+    if grids := on_grids(model):
+        raise ValueError(f"{next(iter(grids))} is in few bits: shrink the model first, then prune and quantize it")
     check_batches(batches)
     tuning = BlockTuning() if tune is True else tune or None
     work = Shrinking(model, list(batches), tuning, targets, batch_size, offload, state)

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..grids import OnGrid
 from ..ops import bits
 from ..ops.lazy import alike, stored
 from ..threshold import cut_each, num_kept_each
@@ -46,6 +47,7 @@ class LayerRepair:
     iterations: int = 0  # of ADMM
     damping: float | None = None  # larger than asked for where the Gram matrix could not be factorised otherwise
     not_repaired: str | None = None  # the reason
+    bits_error: float | None = None  # after the weights were put onto a grid of few bits
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Change:
     repair: LayerRepair = LayerRepair()
     bias: Tensor | None = None  # (out,): what to add to the bias, so that mean outputs stay
     units: Tensor | None = None  # (units,): True where a unit whose outputs the layer reads stays
+    on_grid: OnGrid | None = None  # that the new values are on
 
 
 class Step(Protocol):

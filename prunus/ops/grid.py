@@ -47,16 +47,19 @@ class Grid:
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """(rows, groups) of the scales of a weight of this shape."""
         num_rows = math.prod(shape[dim] for dim in self.outputs)
-        return num_rows, self.num_groups(math.prod(shape) // max(1, num_rows))
+        return num_rows, self.num_groups(math.prod(size for dim, size in enumerate(shape) if dim not in self.outputs))
 
-    def fitted(self, weight: Tensor, mask: Tensor) -> Tensor:
-        """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error."""
+    def fitted(self, weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error.
+
+        ``dtype``, by default that of ``weight``, is the one in which no kept weight may become zero.
+        """
         kept = weight * mask
         largest = kept.abs().amax(1, keepdim=True)
         best = torch.ones_like(largest)
         least = torch.full_like(largest, torch.inf)
         for clipping in CLIPPINGS:
-            scale = as_bfloat16(largest * (clipping / self.middle))
+            scale = as_bfloat16(largest * (clipping / self.middle), dtype or weight.dtype)
             error = ((self.rounded(kept, scale) - kept) * mask).square().sum(1, keepdim=True)
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         return best
@@ -89,7 +92,8 @@ class Grid:
         return scales.to(rows.device, rows.dtype).repeat_interleave(self.group, 1)[:, : rows.shape[1]]
 
 
-def as_bfloat16(scale: Tensor) -> Tensor:
-    """Rounded to a positive bfloat16 number, in the dtype of ``scale``."""
+def as_bfloat16(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rounded to a positive bfloat16 number, so large that no value of a code is zero in ``dtype``."""
     limits = torch.finfo(torch.bfloat16)
-    return scale.clamp(limits.tiny, limits.max).to(torch.bfloat16).to(scale.dtype)
+    least = 4 * max(limits.tiny, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    return scale.clamp(least, limits.max).to(torch.bfloat16).to(scale.dtype)

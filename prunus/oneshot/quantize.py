@@ -1,0 +1,139 @@
+"""Quantise a trained model that is sparse: its kept weights become codes of few bits, and its zeros stay zeros."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..eligible import Weight
+from ..input_statistics import eagerly
+from ..ops.compact import nonzero
+from ..ops.grid import Grid
+from .calibration import Calibration, Patterns
+from .journal import Folder, Journal
+from .layers import matrix_layout
+from .level import Level
+from .loop import Loop
+from .progress import Progress, progress_line
+from .quantize_step import Nearest, Quantize
+from .result import QuantizeResult
+from .step import LayerRepair
+
+BITS = (8, 4, 3)
+
+
+def quantize(
+    model: nn.Module,
+    batches: Iterable[Any] = (),
+    bits: int = 4,
+    *,
+    include: Patterns = (),
+    exclude: Patterns = (),
+    only: Patterns = (),
+    batch_size: int | None = None,
+    offload: str | torch.device | None = None,
+    state: Folder | None = None,
+    progress: Progress | bool | None = None,
+) -> QuantizeResult:
+    """Put the kept weights of ``model`` onto a grid of ``bits`` bits, 8, 4 or 3, in place, and return what was done.
+
+    A kept weight becomes ``scale * (c - (2^bits - 1) / 2)`` with a code c and a scale for every 128 weights of a row;
+    no code is zero, so that zeros and their number stay exactly as they are. With batches, weights are rounded one
+    column after another, and the next columns make up for what is lost (GPTQ); without, each is rounded to the nearest.
+
+    The weights stay ordinary parameters, and each layer holds its scales beside them: ``save_model`` then writes codes,
+    ``save_pretrained`` ordinary values, and ``recover`` trains the scales. Training weights takes them off their grid.
+    Embeddings, heads, norms and biases stay as they are. A dense model is quantised as well, in memory, to compare it;
+    files and fast products of dense models in few bits are what other tools are for.
+
+    The other arguments are those of ``prune``. After an exception the model is as before.
+    """
+    return quantized_(
+        model,
+        batches,
+        checked_grid(bits),
+        state=state,
+        progress=progress,
+        include=include,
+        exclude=exclude,
+        only=only,
+        batch_size=batch_size,
+        offload=offload,
+    )
+
+
+def checked_grid(bits: int) -> Grid:
+    if isinstance(bits, bool) or bits not in BITS:
+        raise ValueError(f"bits must be {', '.join(map(str, BITS[:-1]))} or {BITS[-1]}, got {bits!r}")
+    return Grid(int(bits))
+
+
+def quantized_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    grid: Grid,
+    *,
+    state: Folder | None = None,
+    progress: Progress | bool | None = None,
+    **how: Any,
+) -> QuantizeResult:
+    """``quantize`` with any grid, for comparisons."""
+    calibration = Calibration(model, batches, takes_frozen=True, **how)
+    level = Level(calibration.weights, {name: nonzero(w.parameter.detach()) for name, w in calibration.weights.items()})
+    try:
+        level.leave_grids_(calibration.model)
+        with (
+            calibration.open(),
+            progress_line(progress, "quantize") as report,
+            calibration.measured(report, len(level.weights)) as cost,
+        ):
+            level.cost = cost
+            if calibration.has_batches:
+                calibration.check_model()
+            quantize_level_(calibration, level, grid, state)
+    except BaseException:
+        if calibration.offload is not None:
+            calibration.offload.unload()
+        level.undo_()
+        raise
+    return QuantizeResult(level, calibration.model)
+
+
+@torch.no_grad()
+def quantize_level_(calibration: Calibration, level: Level, grid: Grid, state: Folder | None = None) -> None:
+    """Put all weights of an open model that are not zero onto a grid, and note it in the level."""
+    check_finite(level.weights)
+    own = Level(level.weights, level.live, grids=level.grids, originals=level.originals)
+    skipped = without_grid(level.weights)
+    journal = None
+    if calibration.has_batches and state is not None:
+        settings = {"grid": grid, "samples": calibration.samples.digest()}
+        journal = Journal(state, settings, level.weights, "quantization")
+
+    def finished(names: Sequence[str]) -> None:
+        calibration.meter.step(f"quantised {names[-1]}", len(names))
+
+    loop = Loop(calibration, own, Nearest(grid, skipped), journal=journal)
+    with eagerly():
+        loop.run(Quantize(grid, None, skipped, calibration.clock) if calibration.has_batches else None, finished)
+    level.packed = level.packed or own.packed
+    for name, done in own.repairs.items():
+        before = level.repairs.get(name, LayerRepair(not_repaired=done.not_repaired))
+        level.repairs[name] = replace(before, bits_error=done.bits_error)
+
+
+def without_grid(weights: Mapping[str, Weight]) -> list[str]:
+    """Weights whose shape does not tell their rows: of grouped transposed convolutions, and of unknown kinds."""
+    return [
+        name
+        for name, weight in weights.items()
+        if not weight.outputs or tuple(matrix_layout(weight)[0]) != tuple(weight.parameter.shape)
+    ]
+
+
+def check_finite(weights: Mapping[str, Weight]) -> None:
+    for name, weight in weights.items():
+        if not bool(weight.parameter.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite: no grid can hold them; repair the model first")

@@ -1,0 +1,122 @@
+"""The step of the loop that puts the kept weights of a group onto grids of few bits."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..grids import OnGrid
+from ..ops.grid import Grid
+from .gram import Moments
+from .problem import Problem
+from .quantizer import DAMPING, factor_of, gptq, nearest
+from .resources import Clock
+from .solver import damped_enough
+from .step import Change, LayerRepair, Layers, Step
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Puts the weights that ``first`` leaves, or all that are not zero, onto a grid; masks do not change.
+
+    ``skipped`` names weights that stay off a grid.
+    """
+
+    grid: Grid
+    first: Step | None = None
+    skipped: Collection[str] = ()
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def targets(self) -> Literal["dense", "own"]:
+        return "own" if self.first is None else self.first.targets
+
+    def __call__(self, layers: Layers) -> dict[str, Change]:
+        if not any(layers.moments):
+            return {}
+        changes = {name: Change(weight != 0) for name, weight in layers.weights.items()}
+        if self.first is not None:
+            changes = self.first(layers)
+        own = {name: change for name, change in changes.items() if name not in self.skipped}
+        before = {name: _values(layers.weights[name], change) for name, change in own.items()}
+        parts = [self._part(before, layers.weights, i, len(layers.moments), m) for i, m in enumerate(layers.moments)]
+        return changes | {
+            name: _quantised(change, [part[name] for part in parts], self.grid) for name, change in own.items()
+        }
+
+    def _part(
+        self, before: Mapping[str, Tensor], dense: Mapping[str, Tensor], i: int, num_parts: int, moments: Moments | None
+    ) -> dict[str, Change]:
+        """Part ``i`` of the rows of every layer, all of which read the same inputs."""
+        if not before:
+            return {}
+        before, dense = ({name: own[name].chunk(num_parts)[i] for name in before} for own in (before, dense))
+        if moments is None:
+            return {name: _change(*nearest(rows, rows != 0, self.grid), self.grid) for name, rows in before.items()}
+        gram = moments.gram
+
+        def attempt(damping: float) -> dict[str, Change] | None:
+            with self.clock.part("bits"):
+                factor = factor_of(gram, damping, self.clock)
+                return None if factor is None else _by_gptq(before, factor, self.grid)
+
+        changes = damped_enough(attempt, DAMPING, before, moments)
+        problem = Problem.of(dense, moments, self.targets == "dense", DAMPING)
+        rows = torch.cat([_values(dense[name], change).to(problem.weight.dtype) for name, change in changes.items()])
+        errors, energies = problem.relative_errors(problem.costs(rows, rows != 0)), problem.split(problem.energy)
+        return {
+            name: replace(
+                change, energy=float(energies[name].sum() * problem.unit), repair=LayerRepair(bits_error=error)
+            )
+            for (name, change), error in zip(changes.items(), errors, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Rounds every weight that ``first`` leaves to the nearest value of its grid, where no inputs are known."""
+
+    grid: Grid
+    skipped: Collection[str] = ()
+    first: Callable[[Layers], dict[str, Change]] | None = None
+
+    def __call__(self, layers: Layers) -> dict[str, Change]:
+        changes = {name: Change(weight != 0) for name, weight in layers.weights.items()}
+        if self.first is not None:
+            changes = self.first(layers)
+        for name in changes.keys() - set(self.skipped):
+            weight = _values(layers.weights[name], changes[name])
+            changes[name] = _change(*nearest(weight, weight != 0, self.grid), self.grid)
+        return changes
+
+
+def _values(weight: Tensor, change: Change) -> Tensor:
+    return weight * change.mask if change.weight is None else change.weight
+
+
+def _change(values: Tensor, scales: Tensor, grid: Grid) -> Change:
+    return Change(values != 0, values, on_grid=OnGrid(grid, scales))
+
+
+def _by_gptq(weights: Mapping[str, Tensor], factor: Tensor, grid: Grid) -> dict[str, Change]:
+    """Layers of one dtype as one matrix: rows do not depend on each other, and columns are gone through once."""
+    if len({weight.dtype for weight in weights.values()}) > 1:
+        return {name: _change(*gptq(weight, weight != 0, factor, grid), grid) for name, weight in weights.items()}
+    rows, sizes = torch.cat([*weights.values()]), [len(weight) for weight in weights.values()]
+    values, scales = (matrix.split(sizes) for matrix in gptq(rows, rows != 0, factor, grid))
+    return {name: _change(value, scale, grid) for name, value, scale in zip(weights, values, scales, strict=True)}
+
+
+def _quantised(before: Change, parts: Sequence[Change], grid: Grid) -> Change:
+    """The parts of a layer as one; the error is a mean, weighted by what the parts should give."""
+    errors = [(part.repair.bits_error, part.energy) for part in parts if part.repair.bits_error is not None]
+    total = sum(energy for _, energy in errors)
+    error = sum(error * energy for error, energy in errors if energy) / total if total else 0.0
+    return replace(
+        before,
+        weight=torch.cat([part.weight for part in parts if part.weight is not None]),
+        on_grid=OnGrid(grid, torch.cat([part.on_grid.scales for part in parts if part.on_grid is not None])),
+        repair=replace(before.repair, bits_error=error if errors else None),
+    )
