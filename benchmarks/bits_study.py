@@ -21,7 +21,8 @@ from torch import nn
 
 from prunus import prune
 from prunus.eligible import eligible
-from prunus.grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
+from prunus.grids import check_on_grid, grid_of, on_grids
+from prunus.oneshot.quantize import quantized_
 from prunus.oneshot.shrink import shrink
 from prunus.ops.grid import Grid
 from prunus.trained.model import TrainedModel
@@ -34,6 +35,7 @@ from .study import share_of
 from .wanda import their_oneshot
 
 WHAT = "bits quality"
+GROUPS = {8: 128, 4: 128, 3: 64, 2: 64}  # bits: columns that share a scale
 SCALE_BITS = PLAIN_BITS = 16  # of a scale, and of a weight that has no code
 
 
@@ -47,10 +49,15 @@ class Form:
     learns: bool = False  # the scales, afterwards
     peer: str = ""  # the package that quantises in our place
 
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.bits, self.group)
+
 
 FORMS: dict[str, Form] = {
-    **{f"{bits}": Form(bits, group) for bits, group in ((8, 128), (4, 128), (3, 64), (2, 64))},
-    **{f"{bits}-nearest": Form(bits, group, "nearest") for bits, group in ((8, 128), (4, 128), (3, 64), (2, 64))},
+    **{f"{bits}": Form(bits, group) for bits, group in GROUPS.items()},
+    **{f"{bits}-nearest": Form(bits, group, "nearest") for bits, group in GROUPS.items()},
+    "3-128": Form(3),
     "4-scales": Form(4, rounding="GPTQ, scales recovered", learns=True),
     "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
     "4-torchao": Form(4, rounding="nearest of torchao", peer="torchao"),
@@ -196,6 +203,8 @@ class Quantising:
                 if form.learns:
                     learning = self.case.recovered(quantised, Learning(row["way"], model.level, self.steps))
                     row |= stack.enter_context(learning).figures() | {"steps": model.steps, "scale_steps": self.steps}
+                    for weight, on_grid in on_grids(quantised).items():
+                        check_on_grid(weight, quantised.get_parameter(weight), on_grid)
                 row |= {form.peer: metadata.version(form.peer)} if form.peer else {}
                 yield row | self._figures(quantised, form) | {"elapsed": time.perf_counter() - begun}
 
@@ -208,14 +217,14 @@ class Quantising:
             seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), self.trained.batches), device)
             yield theirs, seconds
             return
-        seconds, undo = timed(lambda: quantize_model(model, batches, form.bits, form.group), device)
+        seconds, undo = timed(lambda: quantize_model(model, batches, form.grid, self.has_mask), device)
         try:
             yield model, seconds
         finally:
             undo()
 
     def _figures(self, model: nn.Module, form: Form | None = None) -> Row:
-        stored = stored_bits(model, self.has_mask, Grid(form.bits, form.group) if form and form.peer else None)
+        stored = stored_bits(model, self.has_mask, form.grid if form and form.peer else None)
         num = sum(weight.parameter.numel() for weight in eligible(self.case.dense).weights)
         total = stored["mask_bits"] + stored["code_bits"] + stored["scale_bits"]
         sizes = {"num_weights": num, "num_bytes": total / 8, "bits_a_weight": total / num}
@@ -252,24 +261,22 @@ def in_bfloat16(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def quantize_model(model: nn.Module, batches: Sequence[Any], bits: int, group: int) -> Callable[[], None]:
-    """Quantise the blocks in place, without batches to the nearest value; returns what undoes it."""
-    before = {}
-    for weight in eligible(model).weights:
-        grid = Grid(bits, group, weight.outputs or (0,))
-        rows, mask = weight.parameter.flatten(1), (weight.parameter != 0).flatten(1).float()
-        before[weight.name] = weight.parameter.clone()
-        parts = list(zip(rows.split(group, 1), mask.split(group, 1), strict=True))
-        scales = torch.cat([grid.fitted(one, kept) for one, kept in parts], 1)
-        values = grid.values(grid.codes(weight.parameter, scales), scales, weight.parameter.dtype)
-        weight.parameter.copy_(values * (weight.parameter != 0))
-        put_on_grid_(weight.module, weight.name.rpartition(".")[2], OnGrid(grid, scales))
+def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mask: bool) -> Callable[[], None]:
+    """Quantise the blocks in place, without batches to the nearest value; returns what undoes it.
+
+    Without a mask no zero can be stored: zeros become the smallest numbers, and get codes as others do.
+    """
+    weights = [weight.parameter for weight in eligible(model).weights]
+    zeros = [] if has_mask else [(weight, weight == 0) for weight in weights]
+    for weight, where in zeros:
+        weight[where] = torch.finfo(weight.dtype).tiny
+    result = quantized_(model, batches, grid, progress=False)
 
     @torch.no_grad()
     def undo() -> None:
-        for weight in eligible(model).weights:
-            weight.parameter.copy_(before[weight.name])
-            take_off_grid_(weight.module, weight.name.rpartition(".")[2])
+        result.undo_()
+        for weight, where in zeros:
+            weight[where] = 0
 
     return undo
 
