@@ -31,7 +31,7 @@ COMMANDS = {  # module and class, what the command does
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
     "page": (
         "page:Page",
-        "pages of docs/evidence, tables of experts.md and distributed.md, from all results",
+        "pages of docs/evidence, tables of bits.md, experts.md and distributed.md, from all results",
     ),
     "pictures": ("pictures:Pictures", "docs/pictures and the figures of README.md from all results"),
     "reference": ("reference:Reference", "docs/reference.md from the docstrings"),

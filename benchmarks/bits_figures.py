@@ -205,7 +205,7 @@ def _goals(models: Sequence[BitsFigures]) -> str:
     by_name, lines = {model.figures.name: model.figures for model in models}, []
     for name, level in ((name, level) for name in ORDER for level in GOAL_LEVELS):
         figures, cells = by_name.get(name), ["", "", "", "", "", ""]
-        ways = [way for way in SPARSE if figures and figures.values(f"{way} 4", level)]
+        ways = [way for way in SPARSE if figures and loss_to(figures, f"{way} 4", way, level) is not None]
         outcome = "**not measured**"
         if figures and ways:
             way = min(ways, key=lambda way: figures.mean(way, level) or 0.0)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import bits_figures as figures
+from benchmarks import bits_picture, page
 from benchmarks import bits_study as study
 from benchmarks.__main__ import main
 from prunus.lab.run import Run
@@ -13,6 +15,7 @@ from prunus.lab.trainer import train
 from prunus.ops.grid import Grid
 
 pytest.importorskip("accelerate")
+STUDIES = page.Path(page.__file__).parents[1] / "studies"
 SIZES = ["--batch", "4", "--windows", "4", "--eval-windows", "8", "--length", "8", "--seeds", "0", "--device", "cpu"]
 
 
@@ -95,3 +98,100 @@ def test_after_16_bits_weights_are_as_before():
     with study.in_bfloat16(model):
         assert torch.equal(model[0].weight, before.bfloat16().float()) and not torch.equal(model[0].weight, before)
     assert torch.equal(model[0].weight, before)
+
+
+# The page
+
+
+@pytest.fixture
+def write(write_study):
+    """Writes a record: figures (way, level, seed) -> bits a weight, value."""
+
+    def record(values, **options):
+        bits = {key: each[0] for key, each in values.items()}
+
+        def sizes(row):
+            return {
+                "bits_a_weight": bits[row["way"], row["level"], row["seed"]],
+                "num_bytes": 1e6,
+                "num_weights": 10**6,
+            }
+
+        rows = {(way, level, 0, seed): value for (way, level, seed), (_, value) in values.items()}
+        write_study(study.WHAT, rows, row=sizes, **options)
+
+    return record
+
+
+def arm(bits, loss, way="dense", form="4"):
+    return figures.Arm(way, "" if way == "dense" else "50", form, bits, loss)
+
+
+def test_an_arm_counts_if_it_is_clearly_better_than_all_smaller_ones_and_usable():
+    arms = [arm(16, 0, form=""), arm(8, 0.0005), arm(4, 0.002), arm(3, 0.03), arm(3.5, 0.04), arm(1, 0.7)]
+    assert [each.bits for each in figures.frontier(arms)] == [8, 4, 3]
+    assert figures.frontier([]) == []
+
+
+def test_ranges_follow_from_the_arms_and_narrow_ones_are_joined():
+    arms = [arm(4, 0.0), arm(3.2, 0.01, "repair"), arm(3.1, 0.02, "shrink"), arm(2, 0.03, "recover"), arm(1, 0.1)]
+    assert [what for what, _ in figures.bands(arms)] == [
+        "above 4.00 bits a weight **quantise the dense model**",
+        "from 2.00 to 4.00 **prune and quantise**",
+        "from 1.00 to 2.00 **quantise the dense model**",
+    ]
+    assert [each.bits for each in figures.bands(arms)[1][1]] == [3.2, 2]
+
+
+def test_the_answer_depends_on_what_a_user_has(write, tmp_path):
+    values = {("dense", "", 0): (16, 50.0), ("dense 4", "", 0): (4, 50.04), ("dense 2", "", 0): (2.2, 60.0)}
+    values |= {("repair 4", "50", 0): (3, 70.0), ("recover 4", "50", 0): (3, 50.5), ("repair 4", "90", 0): (1.5, 99.0)}
+    write(values, model="SmolLM2-135M")
+    drawn = figures.parts(tmp_path, STUDIES)
+    assert drawn["answer"] == (
+        "- SmolLM2-135M: above 4.00 bits a weight **quantise the dense model** (+0.1%); from 3.00 to 4.00 **prune and "
+        "quantise** (+1.0%); from 2.20 to 3.00 **quantise the dense model** (+20.0%); below 2.20 all that was measured "
+        "loses more than 50%."
+    )
+    alone, learning = drawn["bands"].split("With text to learn from:")
+    assert "prune" not in alone and "50 % pruned, repaired and recovered in 4 bits: 3.00 bits, +1.0%" in learning
+    assert "No quantiser of others was installed there." in drawn["models"]
+
+
+def test_goals_compare_four_bits_with_sixteen_of_the_best_way_seed_by_seed(write, tmp_path):
+    values = {("dense", "", seed): (16, 50.0) for seed in range(2)}
+    for seed in range(2):
+        values |= {("repair", "80", seed): (4.2, 60.0), ("repair 4", "80", seed): (1.9, 66.0)}
+        values |= {("recover", "80", seed): (4.2, 50.0 + 5 * seed), ("recover 4", "80", seed): (1.9, 50.25 + 5 * seed)}
+        values |= {("recover 4-nearest", "80", seed): (1.9, 51.0 + 5 * seed)}
+    write(values)
+    goals = figures.parts(tmp_path, STUDIES)["goals"]
+    assert "| pruned, repaired and recovered | 52.50 (50.00 to 55.00) |" in goals and "| +0.48% |" in goals
+    assert "| +1.91% | +0.3% | **missed by 0.18 points** |" in goals
+    assert goals.count("**not measured**") == 3 * 2 - 1
+
+
+def test_smaller_models_come_from_another_study_where_this_one_has_none(write, tmp_path):
+    write({("dense", "", 0): (16, 50.0)})
+    (model,) = figures.read_figures(tmp_path, STUDIES)
+    small = [each for each in model.arms if each.way == "small"]
+    assert len(small) == 4 and small[0].bits == pytest.approx(16 * 448**2 / 512**2) and 0.02 < small[0].loss < 0.04
+    write({("small", "50", 0): (8, 52.0)}, name="b")
+    (model,) = figures.read_figures(tmp_path, STUDIES)
+    assert [each.loss for each in model.arms if each.way == "small"] == [pytest.approx(0.04)]
+
+
+def test_without_records_the_page_says_so_and_the_picture_is_empty(tmp_path):
+    drawn = figures.parts(tmp_path, STUDIES)
+    assert drawn["answer"] == drawn["bands"] == drawn["models"] == figures.NOTHING
+    assert drawn["goals"].count("**not measured**") == 6
+    assert not bits_picture.bits(tmp_path, STUDIES).axes
+
+
+def test_the_picture_has_a_curve_for_each_family_of_usable_arms(write, tmp_path):
+    values = {("dense", "", 0): (16, 50.0), ("dense 4", "", 0): (4, 50.1), ("dense 4-nearest", "", 0): (4, 50.2)}
+    values |= {("repair 4", "80", 0): (2, 70.0), ("recover 4", "80", 0): (2, 52.0), ("repair 4", "90", 0): (1.5, 99.0)}
+    write(values, model="stories15M")
+    (axes,) = bits_picture.bits(tmp_path, STUDIES).axes
+    curves = {line.get_label(): [*line.get_xdata()] for line in axes.lines if line.get_label()[0] != "_"}
+    assert curves == {"dense in 16 to 2 bits": [4, 16], "sparse, 4 bits": [2]}
