@@ -1,7 +1,5 @@
 """The study of few bits: small models go the same way, bits are counted exactly, and the page draws the records."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -19,19 +17,6 @@ STUDIES = page.Path(page.__file__).parents[1] / "studies"
 SIZES = ["--batch", "4", "--windows", "4", "--eval-windows", "8", "--length", "8", "--seeds", "0", "--device", "cpu"]
 
 
-def records(folder):
-    (path,) = (folder / "results").iterdir()
-    return json.loads(path.read_text())["rows"]
-
-
-@pytest.fixture
-def llama(small_llama, tmp_path):
-    """A command that quantises a small Llama, which learns from its own samples."""
-    names = {"tokens": "calib", "train-tokens": "calib", "held-out-tokens": "valid", "eval-tokens": "valid"}
-    files = [part for name, file in names.items() for part in (f"--{name}", str(small_llama / f"{file}.u16"))]
-    return ["bits-study", "--model", str(small_llama), *files, *SIZES, "--results", str(tmp_path / "results")]
-
-
 @pytest.fixture
 def runs(tmp_path):
     """Runs of a tiny GPT, as options: dense, pruned while training, and smaller from the start."""
@@ -43,10 +28,10 @@ def runs(tmp_path):
     return ["bits-study", *options, *SIZES, "--results", str(tmp_path / "results")]
 
 
-def test_every_way_is_quantised_to_every_form_and_bits_are_those_of_masks_codes_and_scales(runs, tmp_path):
+def test_every_way_is_quantised_to_every_form_and_bits_are_those_of_masks_codes_and_scales(runs, records):
     ways = ["dense", "repair", "trained", "small"]
     main([*runs, "--ways", *ways, "--levels", "80", "--removed", "50", "--bits", "8", "4", "2-nearest", "4-torchao"])
-    rows = {row["way"]: row for row in records(tmp_path)}
+    rows = {row["way"]: row for row in records()}
     assert {*rows} >= {way + form for way in ways for form in ("", " 8", " 4", " 2-nearest")}
     num, scales = rows["dense"]["num_weights"], 64 * (3 + 1 + 4) + 64 * 2  # groups of 128: one a row, of the last two
     assert num == 12 * 64 * 64 and {row["num_weights"] for row in rows.values()} == {num}
@@ -61,23 +46,24 @@ def test_every_way_is_quantised_to_every_form_and_bits_are_those_of_masks_codes_
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues_and_learns_once_for_all_forms(llama, tmp_path, kill_recovery):
-    command = [*llama, "--levels", "50", "--removed", "50", "--steps", "2", "--bits", "4", "4-nearest"]
+def test_a_killed_study_continues_and_learns_once_for_all_forms(llama, kill_recovery, records):
+    levels = ["--levels", "50", "--removed", "50"]
+    command = ["bits-study", *llama, *levels, "--steps", "2", "--bits", "4", "4-nearest"]
     kill_recovery(2)
     with pytest.raises(SystemExit):
         main(command)
-    before = records(tmp_path)
+    before = records()
     assert [row["way"] for row in before][-4:] == ["recover 4-nearest", "shrink", "shrink 4", "shrink 4-nearest"]
     main(command)
-    rows = records(tmp_path)
+    rows = records()
     assert rows[: len(before)] == before and len({row["way"] for row in rows}) == len(rows) == 5 * 3
     assert {row["steps"] for row in rows if "recover" in row["way"]} == {2}
 
 
 @pytest.mark.slow
-def test_scales_learn_after_quantising(llama, tmp_path):
-    main([*llama, "--levels", "50", "--ways", "repair", "--steps", "2", "--bits", "4", "4-scales"])
-    *_, fixed, learned = records(tmp_path)
+def test_scales_learn_after_quantising(llama, records):
+    main(["bits-study", *llama, "--levels", "50", "--ways", "repair", "--steps", "2", "--bits", "4", "4-scales"])
+    *_, fixed, learned = records()
     assert learned["way"] == "repair 4-scales" and learned["scale_steps"] == 2 and learned["steps"] == 0
     assert learned["bits_a_weight"] == fixed["bits_a_weight"]
 
