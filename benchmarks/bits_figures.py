@@ -116,8 +116,7 @@ def smaller_arms(study: Path) -> list[Arm]:
 
 def read_figures(folder: Path, studies: Path) -> list[BitsFigures]:
     models = [BitsFigures(longest(model), studies) for model in figures_of(folder, WHAT)]
-    names = [model.figures.name for model in models]
-    return sorted(models, key=lambda one: (*[one.figures.name != name for name in ORDER], names))
+    return sorted(models, key=lambda model: [model.figures.name != name for name in ORDER])
 
 
 def parts(folder: Path, studies: Path) -> dict[str, str]:
@@ -238,6 +237,8 @@ def _model(model: BitsFigures) -> str:
     peers = {form.peer: {row[form.peer] for row in rows if form.peer in row} for form in FORMS.values() if form.peer}
     about += "".join(f" {peer} {', '.join(sorted(versions))}." for peer, versions in peers.items() if versions)
     about += "" if any(peers.values()) else " No quantiser of others was installed there."
+    seconds = sum(row["elapsed"] + (0 if " " in row["way"] else row["seconds"]) for row in rows)
+    about += f" Making and evaluating all of these took {seconds / 60:,.0f} minutes of one process."
     headings = ["weights", "left out", "stored in", "bits a weight", "MB", figures.metric, "beside dense", "s"]
     lines = [_line(model, arm) for arm in model.arms if (_name(arm), arm.level) in figures.rows]
     return f"### {figures.name}\n\n{about}\n\n{figures.origins}\n\n{markdown_table(headings, lines, words=(0, 2))}\n"
