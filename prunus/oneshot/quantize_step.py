@@ -11,7 +11,7 @@ from ..grids import OnGrid
 from ..ops.grid import Grid
 from .gram import Moments
 from .problem import Problem
-from .quantizer import DAMPING, factor_of, gptq, nearest
+from .quantizer import DAMPING, damped, descended, factor_of, gptq, nearest
 from .resources import Clock
 from .solver import damped_enough
 from .step import Change, LayerRepair, Layers, Step
@@ -59,8 +59,9 @@ class Quantize:
 
         def attempt(damping: float) -> dict[str, Change] | None:
             with self.clock.part("bits"):
-                factor = factor_of(gram, damping, self.clock)
-                return None if factor is None else _by_gptq(before, factor, self.grid)
+                shifted = damped(gram, damping)
+                factor = factor_of(shifted, self.clock)
+                return None if factor is None else _solved(before, shifted, factor, self.grid)
 
         changes = damped_enough(attempt, DAMPING, before, moments)
         problem = Problem.of(dense, moments, self.targets == "dense", DAMPING)
@@ -100,12 +101,16 @@ def _change(values: Tensor, scales: Tensor, grid: Grid) -> Change:
     return Change(values != 0, values, on_grid=OnGrid(grid, scales))
 
 
-def _by_gptq(weights: Mapping[str, Tensor], factor: Tensor, grid: Grid) -> dict[str, Change]:
-    """Layers of one dtype as one matrix: rows do not depend on each other, and columns are gone through once."""
+def _solved(weights: Mapping[str, Tensor], gram: Tensor, factor: Tensor, grid: Grid) -> dict[str, Change]:
+    """Layers of one dtype are one matrix: rows do not depend on each other, and columns are gone through once."""
+
+    def solved(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return descended(rows, *gptq(rows, rows != 0, factor, grid), gram, grid)
+
     if len({weight.dtype for weight in weights.values()}) > 1:
-        return {name: _change(*gptq(weight, weight != 0, factor, grid), grid) for name, weight in weights.items()}
-    rows, sizes = torch.cat([*weights.values()]), [len(weight) for weight in weights.values()]
-    values, scales = (matrix.split(sizes) for matrix in gptq(rows, rows != 0, factor, grid))
+        return {name: _change(*solved(weight), grid) for name, weight in weights.items()}
+    sizes = [len(weight) for weight in weights.values()]
+    values, scales = (matrix.split(sizes) for matrix in solved(torch.cat([*weights.values()])))
     return {name: _change(value, scale, grid) for name, value, scale in zip(weights, values, scales, strict=True)}
 
 
