@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prunus.lab.study.tables import markdown_table
 
-from .bits_study import FORMS, WAYS, WHAT
+from .bits_study import FORMS, OURS, WAYS, WHAT
 from .recover_figures import above, longest
 from .repair_figures import ModelFigures, figures_of
 from .shrink_figures import SMALLER
@@ -66,7 +66,7 @@ def form_title(form: str) -> str:
     if not form:
         return "16 bits"
     rounding = FORMS[form].rounding
-    return f"{FORMS[form].bits} bits" + (f", {rounding}" if rounding != "GPTQ" else "")
+    return f"{FORMS[form].bits} bits" + (f", {rounding}" if rounding != OURS else "")
 
 
 @dataclass(frozen=True)
@@ -200,18 +200,21 @@ def _bands(model: BitsFigures) -> str:
 
 def _goals(models: Sequence[BitsFigures]) -> str:
     """The best sparse model of a level in 16 bits, and in 4."""
-    headings = ["model and level", "way", "16 bits", "4 bits", "loses", "nearest", "loses", "goal", "outcome"]
+    headings = ["model and level", "way", "16 bits", "4 bits", "GPTQ alone", "nearest", "goal", "outcome"]
     by_name, lines = {model.figures.name: model.figures for model in models}, []
     for name, level in ((name, level) for name in ORDER for level in GOAL_LEVELS):
-        figures, cells = by_name.get(name), ["", "", "", "", "", ""]
+        figures, cells = by_name.get(name), ["", "", "", "", ""]
         ways = [way for way in SPARSE if figures and loss_to(figures, f"{way} 4", way, level) is not None]
         outcome = "**not measured**"
         if figures and ways:
             way = min(ways, key=lambda way: figures.mean(way, level) or 0.0)
-            loss, nearest = (loss_to(figures, f"{way} {form}", way, level) for form in ("4", "4-nearest"))
-            assert loss is not None
-            cells = [WAYS[way].title, figures.cell(way, level), figures.cell(f"{way} 4", level), percent(loss, 2)]
-            cells += [figures.cell(f"{way} 4-nearest", level), "" if nearest is None else percent(nearest, 2)]
+            names = [f"{way} {form}" for form in ("4", "4-gptq", "4-nearest")]
+            losses = [loss_to(figures, name, way, level) for name in names]
+            cells = [WAYS[way].title, figures.cell(way, level, ends=False)]
+            for four, lost in zip(names, losses, strict=True):
+                shown = figures.cell(four, level, ends=False)
+                cells.append("" if lost is None else f"{shown}, {percent(lost, 2)}")
+            loss = losses[0] or 0.0
             outcome = "met" if loss <= GOAL else f"**missed by {100 * (loss - GOAL):.2f} points**"
         lines.append([f"{name}, {level_name(level)}", *cells, f"{GOAL:+.1%}", outcome])
     return markdown_table(headings, lines, words=(0, 1, len(headings) - 1))

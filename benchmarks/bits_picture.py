@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, read_figures
-from .bits_study import FORMS
+from .bits_study import FORMS, OURS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
 from .study import level_name
 
@@ -22,7 +22,7 @@ BITS = (2, 3, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Family:
-    """A curve: arms of some ways, in one form, or with ``form`` None in every one by GPTQ."""
+    """A curve: arms of some ways, in one form, or with ``form`` None in every one of our rounding."""
 
     name: str
     colour: str
@@ -38,7 +38,7 @@ class Family:
         return sorted(best.values(), key=lambda arm: arm.bits)
 
     def _has(self, form: str) -> bool:
-        return form == self.form if self.form is not None else not form or FORMS[form].rounding == "GPTQ"
+        return form == self.form if self.form is not None else not form or FORMS[form].rounding == OURS
 
 
 FAMILIES = (

@@ -8,13 +8,14 @@ records of one model become one table of ``bits.md``.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 from prunus import prune
 from prunus.eligible import eligible
 from prunus.grids import check_on_grid, grid_of, on_grids
+from prunus.oneshot import quantize_step
 from prunus.oneshot.quantize import quantized_
 from prunus.oneshot.shrink import shrink
 from prunus.ops.grid import Grid
@@ -35,6 +37,7 @@ from .study import share_of
 from .wanda import their_oneshot
 
 WHAT = "bits quality"
+OURS, GPTQ, NEAREST = "GPTQ and descent", "GPTQ", "nearest"  # how weights are rounded
 GROUPS = {8: 128, 4: 128, 3: 64, 2: 64}  # bits: columns that share a scale
 SCALE_BITS = PLAIN_BITS = 16  # of a scale, and of a weight that has no code
 
@@ -45,7 +48,7 @@ class Form:
 
     bits: int
     group: int = 128
-    rounding: str = "GPTQ"
+    rounding: str = OURS
     learns: bool = False  # the scales, afterwards
     peer: str = ""  # the package that quantises in our place
 
@@ -56,9 +59,10 @@ class Form:
 
 FORMS: dict[str, Form] = {
     **{f"{bits}": Form(bits, group) for bits, group in GROUPS.items()},
-    **{f"{bits}-nearest": Form(bits, group, "nearest") for bits, group in GROUPS.items()},
+    **{f"{bits}-gptq": Form(bits, group, GPTQ) for bits, group in GROUPS.items()},
+    **{f"{bits}-nearest": Form(bits, group, NEAREST) for bits, group in GROUPS.items()},
     "3-128": Form(3),
-    "4-scales": Form(4, rounding="GPTQ, scales recovered", learns=True),
+    "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
     "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
     "4-torchao": Form(4, rounding="nearest of torchao", peer="torchao"),
 }
@@ -211,13 +215,14 @@ class Quantising:
     @contextmanager
     def _quantised(self, form: Form) -> Iterator[tuple[nn.Module, float]]:
         """The model in that form, and the seconds that it took; afterwards it is as before."""
-        model, batches = self.trained.model, self.trained.batches if form.rounding != "nearest" else []
+        model, batches = self.trained.model, self.trained.batches if form.rounding != NEAREST else []
         device = torch.device(self.case.options.device)
         if form.peer:
             seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), self.trained.batches), device)
             yield theirs, seconds
             return
-        seconds, undo = timed(lambda: quantize_model(model, batches, form.grid, self.has_mask), device)
+        with plain_gptq() if form.rounding == GPTQ else nullcontext():
+            seconds, undo = timed(lambda: quantize_model(model, batches, form.grid, self.has_mask), device)
         try:
             yield model, seconds
         finally:
@@ -279,6 +284,11 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
             weight[where] = 0
 
     return undo
+
+
+def plain_gptq() -> AbstractContextManager[Any]:
+    """Without the descent that follows GPTQ."""
+    return mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
 
 
 # Other packages
