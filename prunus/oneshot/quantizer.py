@@ -31,17 +31,22 @@ def gptq(
     values, scales = torch.zeros_like(left), []
     for start in range(0, left.shape[1], grid.group):
         here = slice(start, min(start + grid.group, left.shape[1]))
-        scale = grid.fitted(left[:, here], mask[:, here], dtype)
-        errors = torch.zeros_like(left[:, here])
-        for j in range(here.start, here.stop):
-            rounded = grid.rounded(left[:, j], scale[:, 0]).to(dtype).to(left.dtype)
-            values[:, j] = torch.where(mask[:, j], rounded, 0.0)
-            error = (left[:, j] - values[:, j]) / factor[j, j]
-            left[:, j : here.stop].addr_(error, factor[j, j : here.stop], alpha=-1)
-            errors[:, j - start] = error
-        left[:, here.stop :].addmm_(errors, factor[here, here.stop :], alpha=-1)
-        scales.append(scale)
+        scales.append(grid.fitted(left[:, here], mask[:, here], dtype))
+        columns, kept, panel = _columns(left[:, here]), _columns(mask[:, here]), factor[here, here]
+        errors = torch.zeros_like(columns)
+        for j, column in enumerate(columns):
+            rounded = grid.rounded(column, scales[-1][:, 0]).to(dtype).to(left.dtype) * kept[j]
+            errors[j] = (column - rounded) / panel[j, j]
+            columns[j + 1 :].addr_(panel[j, j + 1 :], errors[j], alpha=-1)
+            column.copy_(rounded)
+        values[:, here] = columns.T
+        left[:, here.stop :].addmm_(errors.T, factor[here, here.stop :], alpha=-1)
     return values.to(dtype), _joined(scales, len(left), weight)
+
+
+def _columns(matrix: Tensor) -> Tensor:
+    """The columns of a matrix as rows, each in one stretch of memory."""
+    return matrix.T.contiguous()
 
 
 @torch.no_grad()
@@ -55,39 +60,40 @@ def descended(
     for _ in range(sweeps):
         for group, start in enumerate(range(0, values.shape[1], grid.group)):
             here = slice(start, min(start + grid.group, values.shape[1]))
-            panel, own = gram[here, here], (values[:, here], slope[:, here].clone(), mask[:, here])
-            before = values[:, here].clone()
-            scales[:, group] = _best_scale_(*own, panel, scales[:, group], grid, dtype)
-            _best_codes_(*own, panel, scales[:, group], grid, dtype)
-            slope.addmm_(values[:, here] - before, gram[here])
+            panel, kept = gram[here, here], _columns(mask[:, here])
+            columns, own_slope = _columns(values[:, here]), _columns(slope[:, here])
+            scales[:, group] = _best_scale_(columns, own_slope, kept, panel, scales[:, group], grid, dtype)
+            _best_codes_(columns, own_slope, kept, panel, scales[:, group], grid, dtype)
+            change = columns.T - values[:, here]
+            values[:, here] += change
+            slope.addmm_(change, gram[here])
     return values.to(dtype), scales.to(torch.bfloat16)
 
 
 def _best_scale_(
     values: Tensor, slope: Tensor, mask: Tensor, panel: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype
 ) -> Tensor:
-    """The best scale of each row for its codes; ``values`` and ``slope`` of the group follow where it is better."""
-    codes = (grid.nearest(values, scale[:, None]) - grid.middle) * mask
-    curvature = ((codes @ panel) * codes).sum(1)
-    step = (slope * codes).sum(1) / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
+    """The best scale of each row for its codes; columns of values and slope follow where it is better."""
+    codes = (grid.nearest(values, scale) - grid.middle) * mask
+    curvature = ((panel @ codes) * codes).sum(0)
+    step = (slope * codes).sum(0) / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
     moved = as_bfloat16(scale - step, dtype)
-    change = (codes * moved[:, None]).to(dtype).to(values.dtype) - values
-    is_better = ((change @ panel + 2 * slope) * change).sum(1) < 0
-    change *= is_better[:, None]
+    change = (codes * moved).to(dtype).to(values.dtype) - values
+    is_better = ((panel @ change + 2 * slope) * change).sum(0) < 0
+    change *= is_better
     values.add_(change)
-    slope.addmm_(change, panel)
+    slope.addmm_(panel, change)
     return torch.where(is_better, moved, scale)
 
 
 def _best_codes_(
     values: Tensor, slope: Tensor, mask: Tensor, panel: Tensor, scale: Tensor, grid: Grid, dtype: torch.dtype
 ) -> None:
-    """The best code of each kept weight in turn; ``values`` and ``slope`` of the group follow."""
-    for j, curvature in enumerate(panel.diagonal()):
-        rounded = grid.rounded(values[:, j] - slope[:, j] / curvature, scale).to(dtype).to(values.dtype)
-        change = (rounded - values[:, j]) * mask[:, j]
-        values[:, j] += change
-        slope.addr_(change, panel[j])
+    """The best code of each kept weight, column by column; columns of values follow, and slopes of later ones."""
+    for j, column in enumerate(values):
+        rounded = grid.rounded(column - slope[j] / panel[j, j], scale).to(dtype).to(values.dtype) * mask[j]
+        slope[j + 1 :].addr_(panel[j, j + 1 :], rounded - column)
+        column.copy_(rounded)
 
 
 @torch.no_grad()
