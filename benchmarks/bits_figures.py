@@ -10,7 +10,8 @@ from pathlib import Path
 
 from prunus.lab.study.tables import markdown_table
 
-from .bits_study import FORMS, OURS, WAYS, WHAT
+from .bits_forms import FORMS, OURS
+from .bits_study import WAYS, WHAT
 from .recover_figures import above, longest
 from .repair_figures import ModelFigures, figures_of
 from .shrink_figures import SMALLER

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, read_figures
-from .bits_study import FORMS, OURS
+from .bits_forms import FORMS, OURS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
 from .study import level_name
 

@@ -5,67 +5,32 @@ codes and scales) over the weights that the blocks of the dense model have. A re
 records of one model become one table of ``bits.md``.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 
 from prunus import prune
 from prunus.eligible import eligible
-from prunus.grids import check_on_grid, grid_of, on_grids
-from prunus.oneshot import quantize_step
-from prunus.oneshot.quantize import quantized_
+from prunus.grids import check_on_grid, on_grids
 from prunus.oneshot.shrink import shrink
-from prunus.ops.grid import Grid
 from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
+from .bits_forms import FORMS, Form, in_bfloat16, quantised, stored_bits
 from .clocks import timed
 from .learning import Learning, LearningStudy, SeedCase
 from .repair_study import BY_LAYER, REPAIR
 from .study import share_of
-from .wanda import their_oneshot
 
 WHAT = "bits quality"
-OURS, GPTQ, NEAREST = "GPTQ and descent", "GPTQ", "nearest"  # how weights are rounded
-GROUPS = {8: 128, 4: 128, 3: 64, 2: 64}  # bits: columns that share a scale
-SCALE_BITS = PLAIN_BITS = 16  # of a scale, and of a weight that has no code
-
-
-@dataclass(frozen=True)
-class Form:
-    """How weights are stored: codes of ``bits`` bits, and a scale for ``group`` columns of a row."""
-
-    bits: int
-    group: int = 128
-    rounding: str = OURS
-    learns: bool = False  # the scales, afterwards
-    peer: str = ""  # the package that quantises in our place
-
-    @property
-    def grid(self) -> Grid:
-        return Grid(self.bits, self.group)
-
-
-FORMS: dict[str, Form] = {
-    **{f"{bits}": Form(bits, group) for bits, group in GROUPS.items()},
-    **{f"{bits}-gptq": Form(bits, group, GPTQ) for bits, group in GROUPS.items()},
-    **{f"{bits}-nearest": Form(bits, group, NEAREST) for bits, group in GROUPS.items()},
-    "3-128": Form(3),
-    "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
-    "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
-    "4-torchao": Form(4, rounding="nearest of torchao", peer="torchao"),
-}
 
 
 @dataclass(frozen=True)
@@ -179,9 +144,6 @@ def _shrink(trained: TrainedModel, share: float) -> Any:
     return shrink(trained.model, trained.batches, size=1 - share, tune=True, progress=False)
 
 
-# Quantising and counting
-
-
 @dataclass
 class Quantising:
     """One model in 16 bits and in each form, evaluated."""
@@ -202,114 +164,22 @@ class Quantising:
                 needed = f"the package {form.peer} and a Hugging Face model"
                 print(f"{model.way} {name}: left out, since it needs {needed}", flush=True)
                 continue
-            with self._quantised(form) as (quantised, seconds), ExitStack() as stack:
+            how = self.trained.model, self.trained.batches, form, self.has_mask
+            with quantised(*how) as (stored, seconds), ExitStack() as stack:
                 row: Row = about | {"way": f"{model.way} {name}", "seconds": seconds}
                 if form.learns:
-                    learning = self.case.recovered(quantised, Learning(row["way"], model.level, self.steps))
+                    learning = self.case.recovered(stored, Learning(row["way"], model.level, self.steps))
                     row |= stack.enter_context(learning).figures() | {"steps": model.steps, "scale_steps": self.steps}
-                    for weight, on_grid in on_grids(quantised).items():
-                        check_on_grid(weight, quantised.get_parameter(weight), on_grid)
+                    for weight, on_grid in on_grids(stored).items():
+                        check_on_grid(weight, stored.get_parameter(weight), on_grid)
                 row |= {form.peer: metadata.version(form.peer)} if form.peer else {}
-                yield row | self._figures(quantised, form) | {"elapsed": time.perf_counter() - begun}
-
-    @contextmanager
-    def _quantised(self, form: Form) -> Iterator[tuple[nn.Module, float]]:
-        """The model in that form, and the seconds that it took; afterwards it is as before."""
-        model, batches = self.trained.model, self.trained.batches if form.rounding != NEAREST else []
-        device = torch.device(self.case.options.device)
-        if form.peer:
-            seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), self.trained.batches), device)
-            yield theirs, seconds
-            return
-        with plain_gptq() if form.rounding == GPTQ else nullcontext():
-            seconds, undo = timed(lambda: quantize_model(model, batches, form.grid, self.has_mask), device)
-        try:
-            yield model, seconds
-        finally:
-            undo()
+                yield row | self._figures(stored, form) | {"elapsed": time.perf_counter() - begun}
 
     def _figures(self, model: nn.Module, form: Form | None = None) -> Row:
-        stored = stored_bits(model, self.has_mask, form.grid if form and form.peer else None)
+        is_theirs = form is not None and bool(form.peer)
+        counted = self.trained.model if is_theirs else model  # their layers are of other kinds
+        stored = stored_bits(counted, self.has_mask, form.grid if form and is_theirs else None)
         num = sum(weight.parameter.numel() for weight in eligible(self.case.dense).weights)
         total = stored["mask_bits"] + stored["code_bits"] + stored["scale_bits"]
         sizes = {"num_weights": num, "num_bytes": total / 8, "bits_a_weight": total / num}
         return {"value": self.trained.evaluate(model)} | stored | sizes
-
-
-def stored_bits(model: nn.Module, has_mask: bool, others: Grid | None = None) -> dict[str, int]:
-    """What the weights of the blocks take in a file; ``others`` is the grid of weights for which none is noted."""
-    bits = {"kept": 0, "mask_bits": 0, "code_bits": 0, "scale_bits": 0}
-    for weight in eligible(model).weights:
-        num, on_grid = weight.parameter.numel(), grid_of(weight.module, weight.name.rpartition(".")[2])
-        kept = int(weight.parameter.count_nonzero()) if has_mask else num
-        grid = on_grid.grid if on_grid else others
-        bits["kept"] += kept
-        bits["mask_bits"] += num if has_mask else 0
-        bits["code_bits"] += kept * (grid.bits if grid else PLAIN_BITS)
-        bits["scale_bits"] += SCALE_BITS * math.prod(grid.scales_shape(weight.parameter.shape)) if grid else 0
-    return bits
-
-
-@contextmanager
-@torch.no_grad()
-def in_bfloat16(model: nn.Module) -> Iterator[nn.Module]:
-    """The weights of the blocks are rounded to bfloat16; afterwards they are as before."""
-    weights = [weight.parameter for weight in eligible(model).weights]
-    before = [weight.clone() for weight in weights]
-    for weight in weights:
-        weight.copy_(weight.bfloat16())
-    try:
-        yield model
-    finally:
-        for weight, old in zip(weights, before, strict=True):
-            weight.copy_(old)
-
-
-@torch.no_grad()
-def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mask: bool) -> Callable[[], None]:
-    """Quantise the blocks in place, without batches to the nearest value; returns what undoes it.
-
-    Without a mask no zero can be stored: zeros become the smallest numbers, and get codes as others do.
-    """
-    weights = [weight.parameter for weight in eligible(model).weights]
-    zeros = [] if has_mask else [(weight, weight == 0) for weight in weights]
-    for weight, where in zeros:
-        weight[where] = torch.finfo(weight.dtype).tiny
-    result = quantized_(model, batches, grid, progress=False)
-
-    @torch.no_grad()
-    def undo() -> None:
-        result.undo_()
-        for weight, where in zeros:
-            weight[where] = 0
-
-    return undo
-
-
-def plain_gptq() -> AbstractContextManager[Any]:
-    """Without the descent that follows GPTQ."""
-    return mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
-
-
-# Other packages
-
-
-def _by_llmcompressor(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-
-    recipe = GPTQModifier(scheme="W4A16", targets=["Linear"], ignore=["re:.*lm_head"])
-    their_oneshot(model, batches[0], recipe, "sequential")
-    return model
-
-
-def _by_torchao(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
-
-    blocks = {id(weight.module) for weight in eligible(model).weights}
-    int4 = torch.int4  # pyrefly: ignore[missing-attribute]
-    config = IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(128))
-    quantize_(model, config, filter_fn=lambda module, name: id(module) in blocks)
-    return model
-
-
-PEERS = {"llmcompressor": _by_llmcompressor, "torchao": _by_torchao}
