@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from prunus.grids import OnGrid, check_on_grid, grid_of, on_grids, put_on_grid_, take_off_grid_
-from prunus.ops.grid import Grid, as_bfloat16
+from prunus.ops.bits import words_of
+from prunus.ops.grid import Grid, as_bfloat16, coded, decoded
 
 SHAPES = {(0,): (6, 300), (1,): (300, 6), (0, 1): (3, 4, 129), (0, 2): (3, 129, 4)}
 
@@ -25,6 +26,37 @@ def test_codes_follow_from_values_and_scales(bits, outputs, dtype):
     codes, scales, weight = example(grid, SHAPES[outputs], dtype)
     assert torch.equal(grid.codes(weight, scales), codes)
     assert grid.holds(weight, scales).all() and (weight != 0).all()
+
+
+def sparse_example(grid, shape, dtype, density=0.3):
+    _, scales, weight = example(grid, shape, dtype)
+    weight[torch.rand(shape, generator=torch.Generator().manual_seed(1)) >= density] = 0
+    return scales, weight
+
+
+@pytest.mark.parametrize("chunk", [8, 400, 1 << 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs", SHAPES)
+def test_bits_codes_and_scales_give_a_weight_back_bit_for_bit(outputs, dtype, chunk, monkeypatch):
+    monkeypatch.setattr("prunus.ops.bits.CHUNK", chunk)
+    grid = Grid(3, group=100, outputs=outputs)
+    scales, weight = sparse_example(grid, SHAPES[outputs], dtype)
+    kept = coded(weight, scales, grid)
+    assert torch.equal(kept.codes, grid.codes(weight, scales)[weight != 0]) and kept.shape == weight.shape
+    assert torch.equal(words_of(decoded(kept, dtype)), words_of(weight))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (5, 7)])
+@pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
+def test_weights_without_elements_or_without_zeros_have_codes_too(shape, density):
+    scales, weight = sparse_example(Grid(4), shape, torch.bfloat16, density)
+    assert torch.equal(decoded(coded(weight, scales, Grid(4)), torch.bfloat16), weight)
+
+
+def test_a_zero_of_either_sign_is_pruned_and_comes_back_positive():
+    scales, weight = sparse_example(Grid(4), (6, 300), torch.float32)
+    negative = torch.where(weight == 0, -0.0, weight)
+    assert torch.equal(words_of(decoded(coded(negative, scales, Grid(4)), torch.float32)), words_of(weight))
 
 
 def test_a_weight_that_was_changed_is_found_where_it_is():

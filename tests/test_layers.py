@@ -34,7 +34,7 @@ CORE = {
     "regrow": {"ops", "eligible", "ranks", "schedule", "score", "select", "statistics", "threshold"},
     "validation": {"eligible", "ranks", "rate", "regrow", "schedule", "select", "statistics"},
     "reloaded": {"ops", "masking", "validation"},
-    "files": {"ops", "masks"},
+    "files": {"ops", "masks", "grids"},
 }
 BELOW = set(CORE)
 CORE |= {

@@ -138,6 +138,10 @@ def _read_safetensors(path: Path, file: Path, stack: ExitStack) -> Contents:
         dense, stored = sum(one.dense_bytes for one in records.values()), sum(map(tensors.stored_bytes, records))
         note = f"it takes {stored:,} bytes where plain tensors take {dense:,}: {stored / max(1, dense):.3f}"
         contents.notes.append(note)
+        grids = [one.layout.grid for one in records.values() if one.layout.grid is not None]
+        for num_bits in sorted({grid.bits for grid in grids}):
+            number = sum(grid.bits == num_bits for grid in grids)
+            contents.notes.append(f"kept weights of {number} tensor{'s' if number > 1 else ''} are in {num_bits} bits")
     return contents
 
 

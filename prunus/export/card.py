@@ -42,7 +42,7 @@ class CardFacts:
     """What the folder itself does not say: its final name, what it was made from, and how the model was pruned."""
 
     name: str  # of the folder
-    # name, num_weights, num_pruned, sparsity; of a shrunk model name and share of units; errors where there are any
+    # name, num_weights, num_pruned, sparsity, bits of codes; of a shrunk model name and share of units; errors, if any
     layers: Sequence[Mapping[str, Any]]
     source: str = ""  # folder, file, or name on the Hub
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # sparsity and metric of models compared
@@ -69,7 +69,8 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
         row, total = matrices[name], matrices[name].numel
         zeros = total - row.num_nonzero + row.num_negative_zeros
         errors = {kind: pruned[name].get(kind) for kind in ("mask_error", "error")} if of_prunable else {}
-        layers.append({"name": name, "num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, **errors})
+        counts = {"num_weights": total, "num_pruned": zeros, "sparsity": zeros / total, "bits": row.bits}
+        layers.append({"name": name, **counts, **errors})
     compared = {name: row for name, row in compared.items() if isinstance(row, dict)}
     about = {"settings": settings, "command": str(known.get("command") or "")}
     return {"layers": layers, "rows": compared, "of_prunable": of_prunable, **about}
@@ -143,9 +144,18 @@ def _summary(folder: Path, facts: CardFacts) -> str:
     else:
         pruned, total = (sum(layer[key] for layer in facts.layers) for key in ("num_pruned", "num_weights"))
         kind = "prunable weights" if facts.of_prunable else "weights in the matrices"
-        text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {what} are zero."
+        text = f"{pruned / max(1, total):.2%} of the {total:,} {kind} of {what} are zero{_bits(facts.layers)}."
     kept = [path.name for path in sorted(folder.iterdir()) if path.name.lower().startswith(("licen", "source_readme"))]
     return text + (f" From its source: {', '.join(f'[{name}]({name})' for name in kept)}." if kept else "")
+
+
+def _bits(layers: Sequence[Mapping[str, Any]]) -> str:
+    """In how many bits kept weights are stored, if any are stored as codes."""
+    coded = [layer["bits"] for layer in layers if layer.get("bits")]
+    if not coded:
+        return ""
+    where = "" if len(coded) == len(layers) else f" of {len(coded)} of {len(layers)} matrices"
+    return f"; kept weights{where} are in {' or '.join(map(str, sorted(set(coded))))} bits"
 
 
 def _quality(facts: CardFacts) -> Iterator[str]:

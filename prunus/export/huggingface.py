@@ -23,7 +23,8 @@ from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.regular import check_regular_files
 from ..files.safetensors_header import DTYPES
 from ..files.sparse_file import check_masks, in_memory, loaded
-from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, TensorSource, WritePlan, write
+from ..grids import on_grids, put_on_grid_
 from ..ops.bits import words_of
 from ..ops.machine import device_of
 from .card import CardFacts, facts_of_files, hub_name, write_card
@@ -49,6 +50,7 @@ def save_model(
     ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
     was loaded from. With ``masks``, a model with a non-zero weight where its mask says pruned is refused. The folder
     appears when it is whole; one that is there and not empty is refused, or swapped for the new one with ``replace``.
+    Quantised weights are stored as codes; one that left its grid is refused by name.
     ``load_model`` loads models of transformers alone; of another model, a warning says what loads it.
     """
     if not isinstance(model, nn.Module):
@@ -60,25 +62,33 @@ def save_model(
         source = loaded_from
     if masks is not None:
         check_masks(tensors, masks)
+    in_files = small_source(inner)
     with new_folder(Path(folder), replace) as part:
-        for name in ("config", "generation_config"):
-            if hasattr(getattr(inner, name, None), "save_pretrained"):
-                getattr(inner, name).save_pretrained(part)
-        path, kind = part / "config.json", [type(inner).__name__]
-        if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != kind:
-            config["architectures"] = kind  # a model made from a configuration may not have said
-            path.write_text(json.dumps(config, indent=2) + "\n")
+        save_config(inner, part)
         if source is not None:
             copy_beside(Path(source), part)
-        saved = write(
-            in_memory(tensors, {"format": "pt"} | _names_of(inner)),
-            WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes),
-        )
+        saved = write(in_files, WritePlan(part / SMALL, max_shard_bytes=max_shard_bytes))
         facts = facts_of_files(part, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, saved.rows)
         origin = loaded_from if hub_name(loaded_from) or source is None else os.fspath(source)
         write_card(part, CardFacts(name=Path(folder).resolve().name, source=origin, **facts))
     _warn_if_not_loaded(inner, Path(folder))
     return Saved([Path(folder) / path.name for path in saved.files], saved.rows)
+
+
+def small_source(model: nn.Module) -> TensorSource:
+    """The tensors of a model as a small file holds them; ValueError for a weight that left its grid."""
+    return in_memory(model.state_dict(), {"format": "pt"} | _names_of(model), on_grids(model))
+
+
+def save_config(model: nn.Module, part: Path) -> None:
+    """Write the configurations of a model that has some into a folder."""
+    for name in ("config", "generation_config"):
+        if hasattr(getattr(model, name, None), "save_pretrained"):
+            getattr(model, name).save_pretrained(part)
+    path, kind = part / "config.json", [type(model).__name__]
+    if path.is_file() and (config := json.loads(path.read_text())).get("architectures") != kind:
+        config["architectures"] = kind  # a model made from a configuration may not have said
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _warn_if_not_loaded(model: nn.Module, folder: Path) -> None:
@@ -328,7 +338,9 @@ def check_shapes(model: nn.Module, tensors: Tensors) -> None:
 
 
 def fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
-    """Put every tensor in its place, once; ValueError for one that is missing, or tied to one that differs."""
+    """Put every tensor in its place, once, and grids beside weights; ValueError for a tensor that is missing, or tied
+    to one that differs.
+    """
     check_shapes(model, tensors)
     own = model.state_dict(keep_vars=True)
     names = {id(place): name for name, place in reversed(own.items())}  # of shared ones the first
@@ -336,14 +348,15 @@ def fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
     places = {name: own[inner] for name, inner in inner_names.items()}
     filled: dict[int, str] = {}
     for name, place in places.items():
-        record = records[name]
+        record, (path, _, key) = records[name], inner_names[name].rpartition(".")
         if record.same_as in places:
             if place is not places[record.same_as]:
-                path, _, key = inner_names[name].rpartition(".")
                 setattr(model.get_submodule(path), key, places[record.same_as])
             filled[id(place)] = name
         elif id(place) not in filled:
-            place.data = tensors.read(name, device)
+            place.data, on_grid = tensors.read_on_grid(name, device)
+            if on_grid is not None and key in (module := model.get_submodule(path))._parameters:
+                put_on_grid_(module, key, on_grid)
             filled[id(place)] = name
         elif not torch.equal(words_of(place), words_of(tensors.read(name, device))):
             raise ValueError(f"the model ties {name} to {filled[id(place)]}, but {tensors.path} holds two that differ")

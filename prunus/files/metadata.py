@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ops.grid import FEWEST, MOST, Grid
 from .checksum import hexadecimal
-from .encode import BITMASK, DENSE, SAME, Layout
+from .encode import BITMASK, CODED_DTYPES, CODES, DENSE, SAME, Layout
 from .json_file import strict_json
 from .nofm import NOFM
-from .safetensors_header import DTYPES, LARGEST, Header, shape_of
+from .safetensors_header import DTYPES, LARGEST, Header, is_size, shape_of
 
-VERSION = 1
-ENCODINGS = (DENSE, BITMASK, *NOFM)
+VERSIONS = (1, 2)  # the second has codes, and what has none is written as the first
+ENCODINGS = (DENSE, BITMASK, CODES, *NOFM)
+KEYS, GRID_KEYS = {"dtype", "shape", "encoding", "crc32"}, {"bits", "group", "outputs"}
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -40,7 +42,10 @@ class TensorRecord:
         if self.same_as is not None:
             return {"encoding": SAME, "as": self.same_as}
         shape, encoding = list(self.layout.shape), self.layout.encoding
-        return {"dtype": self.dtype, "shape": shape, "encoding": encoding, "crc32": self.crc32}
+        value = {"dtype": self.dtype, "shape": shape, "encoding": encoding, "crc32": self.crc32}
+        if (grid := self.layout.grid) is not None:
+            value |= {"bits": grid.bits, "group": grid.group, "outputs": list(grid.outputs)}
+        return value
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,15 @@ class Description:
     shard: tuple[int, int] = (1, 1)  # this file's number among how many
     crc32: str | None = None
 
+    @property
+    def version(self) -> int:
+        """The oldest version of the format that has what the file holds."""
+        return 2 if any(record.layout.encoding == CODES for record in self.records.values()) else 1
+
     def to_metadata(self) -> dict[str, str]:
         """The metadata of the file."""
         tensors = {name: record.to_json() for name, record in self.records.items()}
-        value = {"version": VERSION, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
+        value = {"version": self.version, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
         return {"format": "prunus", "prunus": text, "prunus_crc32": hexadecimal(text.encode())}
 
@@ -72,8 +82,9 @@ def description_of(header: Header) -> Description:
     if header.metadata.get("format") != "prunus" or hexadecimal(text.encode()) != crc32:
         raise ValueError("the description of its tensors does not match its checksum")
     value = strict_json(text)
-    if not isinstance(value, dict) or value.get("version") != VERSION:
-        raise ValueError(f"it is not of version {VERSION} of the format; a newer prunus may read it")
+    version = value.get("version") if isinstance(value, dict) else None
+    if type(version) is not int or version not in VERSIONS:
+        raise ValueError("it is not of version 1 or 2 of the format; a newer prunus may read it")
     if set(value) != {"version", "shard", "metadata", "tensors"} or not isinstance(value["tensors"], dict):
         raise ValueError("the description of its tensors is incomplete")
     metadata, shard = value["metadata"], value["shard"]
@@ -83,7 +94,10 @@ def description_of(header: Header) -> Description:
         raise ValueError("the description does not say which of how many files this is")
     records = _records(value["tensors"])
     _check_entries(header, records)
-    return Description(records, metadata, (shard[0], shard[1]), crc32)
+    description = Description(records, metadata, (shard[0], shard[1]), crc32)
+    if description.version > version:
+        raise ValueError(f"it holds codes, which a file of version {version} of the format does not have")
+    return description
 
 
 def entry_names(name: str, record: TensorRecord) -> list[str]:
@@ -125,15 +139,31 @@ def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
 
 
 def _record(name: str, value: Any) -> TensorRecord:
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "encoding", "crc32"}:
-        raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32")
+    is_coded = isinstance(value, dict) and value.get("encoding") == CODES
+    if not isinstance(value, dict) or set(value) != (KEYS | GRID_KEYS if is_coded else KEYS):
+        more = "; of codes also bits, group and outputs" if is_coded else ""
+        raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32{more}")
     named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
     if not named or value["dtype"] not in DTYPES or value["encoding"] not in ENCODINGS:
         raise ValueError(f"the record of {name!r} has an unknown dtype or encoding, or no checksum")
     shape = shape_of(value["shape"])
     if value["encoding"] in NOFM and not NOFM[value["encoding"]].fits(shape):
         raise ValueError(f"{name!r} of shape {list(shape)} cannot be {value['encoding']}")
-    return TensorRecord(value["dtype"], Layout(value["encoding"], shape), value["crc32"])
+    grid = _grid(name, value, shape) if is_coded else None
+    return TensorRecord(value["dtype"], Layout(value["encoding"], shape, grid), value["crc32"])
+
+
+def _grid(name: str, value: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
+    """The grid of a tensor that is stored as codes; ValueError for one that cannot be."""
+    bits, group, outputs = value["bits"], value["group"], value["outputs"]
+    if type(bits) is not int or not FEWEST <= bits <= MOST or not is_size(group) or not group:
+        raise ValueError(f"{name!r} has codes of {bits!r:.20} bits in groups of {group!r:.20}, which cannot be")
+    dims = outputs if isinstance(outputs, list) else [-1]
+    if not all(is_size(dim) and dim < len(shape) for dim in dims) or len(set(dims)) < len(dims):
+        raise ValueError(f"{name!r} of shape {list(shape)} cannot have rows by the dimensions {outputs!r:.80}")
+    if DTYPES[value["dtype"]] not in CODED_DTYPES or 0 in shape:
+        raise ValueError(f"{name!r} of type {value['dtype']} and shape {list(shape)} cannot be codes")
+    return Grid(bits, group, tuple(dims))
 
 
 @dataclass(frozen=True)
@@ -143,6 +173,7 @@ class Index:
     weight_map: dict[str, str]
     checksums: dict[str, str]
     total_size: int = 0
+    version: int = 1  # the newest of its files
 
     @property
     def files(self) -> list[str]:
@@ -156,7 +187,7 @@ class Index:
     def to_json(self) -> bytes:
         metadata: dict[str, Any] = {"total_size": self.total_size}
         if self.checksums:
-            metadata["prunus"] = {"version": 1, "files": self.checksums, "crc32": self.crc32}
+            metadata["prunus"] = {"version": self.version, "files": self.checksums, "crc32": self.crc32}
         value = {"metadata": metadata, "weight_map": self.weight_map}
         return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
 
@@ -170,8 +201,8 @@ def read_index(path: Path) -> Index:
         weight_map = _strings(value.get("weight_map") if isinstance(value, dict) else None)
         metadata = value.get("metadata", {})
         marked = metadata.get("prunus") if isinstance(metadata, dict) else None
-        if marked is not None and (not isinstance(marked, dict) or marked.get("version") != 1):
-            raise ValueError("it is not of version 1 of the format; a newer prunus may read it")
+        if marked is not None and (not isinstance(marked, dict) or marked.get("version") not in VERSIONS):
+            raise ValueError("it is not of version 1 or 2 of the format; a newer prunus may read it")
         index = Index(weight_map, {} if marked is None else _strings(marked.get("files")))
         if wrong := [name for name in index.files if not FILE_NAME.fullmatch(name)]:
             raise ValueError(f"it names the file {wrong[0]!r}; files lie beside it and end in .safetensors")

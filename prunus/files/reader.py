@@ -6,14 +6,17 @@ A file may be small or plain safetensors; a folder holds one file, or several an
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ..grids import OnGrid
+from ..ops.grid import Coded, decoded
 from .checksum import combined, read_pieces
-from .encode import Layout, decode, packed_of
+from .encode import CODES, Layout, coded_of, decode, packed_of
 from .metadata import Description, Index, TensorRecord, description_of, entry_names, is_marked, read_index
 from .safetensors_header import DTYPES, Header, read_header
 
@@ -81,13 +84,42 @@ class Tensors:
         return sum(entry.end - entry.begin for entry in entries)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        file = self.homes[name]
-        record = file.description.records[name]
-        return file.read(name if record.same_as is None else record.same_as, torch.device(device), decode)
+        return self._read(name, device, partial(decode, dtype=self._dtype(name)))
 
     def read_packed(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Values and bits of a tensor that is not stored dense, which is not made."""
-        return self.homes[name].read(name, torch.device(device), packed_of)
+        return self._read(name, device, partial(packed_of, dtype=self._dtype(name)))
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor, under whichever of its names, is stored as codes."""
+        return self._stored(name)[1].layout.encoding == CODES
+
+    def read_coded(self, name: str, device: torch.device | str = "cpu") -> Coded:
+        """Bits, codes and scales of a tensor that is stored as codes, which is not made."""
+        if not self.is_coded(name):
+            raise ValueError(
+                f"{self.path} does not hold {name!r} as codes: save_model stores those of quantised layers"
+            )
+        return self._read(name, device, coded_of)
+
+    def read_on_grid(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, OnGrid | None]:
+        """A tensor, and its grid if it is stored as codes."""
+        if not self.is_coded(name):
+            return self.read(name, device), None
+        kept = self.read_coded(name, device)
+        return decoded(kept, self._dtype(name)), OnGrid(kept.grid, kept.scales)
+
+    def _stored(self, name: str) -> tuple[str, TensorRecord]:
+        """The name under which a tensor is stored, and its record."""
+        records = self.homes[name].description.records
+        name = records[name].same_as or name
+        return name, records[name]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._stored(name)[1].dtype]
+
+    def _read(self, name: str, device: torch.device | str, decode: "Decode[Result]") -> "Result":
+        return self.homes[name].read(self._stored(name)[0], torch.device(device), decode)
 
 
 @contextmanager

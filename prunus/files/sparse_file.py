@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..grids import OnGrid, check_on_grid
 from ..masks import packed_masks
 from ..ops import bits
+from ..ops.grid import Coded
 from ..ops.machine import device_of
+from .encode import CODED_DTYPES, check_scales, coded_if_smallest
 from .reader import Tensors, open_tensors
 from .safetensors_header import NAMES
 from .writer import MAX_SHARD_BYTES, Saved, TensorSource, TensorSpec, WritePlan, check_layers, write
@@ -22,6 +25,7 @@ def save_sparse(
     path: AnyPath,
     *,
     masks: Mapping[str, Tensor] | None = None,
+    grids: Mapping[str, OnGrid] | None = None,
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
@@ -29,6 +33,7 @@ def save_sparse(
 
     The zeros of a tensor say whether it is stored sparse. More than ``max_shard_bytes`` go into several
     files with an index beside them. With ``masks``, a non-zero weight that a mask says is pruned is refused.
+    Weights with ``grids``, as ``on_grids(model)`` gives them, are stored as codes; one off its grid is refused.
     """
     if not isinstance(tensors, Mapping):
         raise ValueError(
@@ -37,7 +42,7 @@ def save_sparse(
         )
     if masks is not None:
         check_masks(tensors, masks)
-    return write(in_memory(tensors, metadata), WritePlan(Path(path), max_shard_bytes=max_shard_bytes))
+    return write(in_memory(tensors, metadata, grids), WritePlan(Path(path), max_shard_bytes=max_shard_bytes))
 
 
 def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -59,8 +64,12 @@ def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
     return {name: stored[record.same_as or name] for name, record in records.items()}
 
 
-def in_memory(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorSource:
-    """The tensors of a mapping; those that share all their memory are stored once."""
+def in_memory(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    grids: Mapping[str, OnGrid] | None = None,
+) -> TensorSource:
+    """The tensors of a mapping; those that share all their memory are stored once, and a grid of one name is theirs."""
     first: dict[tuple, str] = {}
     specs: dict[str, TensorSpec] = {}
     aliases: dict[str, str] = {}
@@ -73,10 +82,17 @@ def in_memory(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None 
         first[key] = name
         specs[name] = TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape))
 
+    for name, on_grid in (grids or {}).items():
+        _check_grid(name, tensors, on_grid)
+    stored_grids = {aliases.get(name, name): on_grid for name, on_grid in (grids or {}).items()}
+
     def fetch(name: str) -> Tensor:
         return tensors[name].detach().resolve_conj().resolve_neg()
 
-    return TensorSource(specs, aliases, fetch, list(tensors), dict(metadata or {}))
+    def fetch_coded(name: str) -> Coded | None:
+        return coded_if_smallest(fetch(name), stored_grids[name]) if name in stored_grids else None
+
+    return TensorSource(specs, aliases, fetch, list(tensors), dict(metadata or {}), fetch_coded)
 
 
 def from_files(tensors: Tensors) -> TensorSource:
@@ -84,7 +100,11 @@ def from_files(tensors: Tensors) -> TensorSource:
     records = tensors.records
     specs = {name: TensorSpec(r.dtype, r.layout.shape) for name, r in records.items() if r.same_as is None}
     aliases = {name: record.same_as for name, record in records.items() if record.same_as is not None}
-    return TensorSource(specs, aliases, tensors.read, list(records), tensors.metadata)
+
+    def fetch_coded(name: str) -> Coded | None:
+        return tensors.read_coded(name) if tensors.is_coded(name) else None
+
+    return TensorSource(specs, aliases, tensors.read, list(records), tensors.metadata, fetch_coded)
 
 
 def check_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
@@ -100,6 +120,24 @@ def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
         raise ValueError(
             f"{name} has {count} non-zero weights where its mask says pruned; apply the mask, or leave it off"
         )
+
+
+def _check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> None:
+    """ValueError that names a weight unless it is on its grid, whose scales a file can hold."""
+    if name not in tensors:
+        raise ValueError(f"there is a grid for {name!r}, but no such tensor")
+    weight, wanted = tensors[name], on_grid.grid.scales_shape(tensors[name].shape)
+    if weight.dtype not in CODED_DTYPES or on_grid.scales.shape != wanted:
+        raise ValueError(
+            f"{name} of {weight.dtype} {tuple(weight.shape)} cannot be on a grid with scales of "
+            f"{tuple(on_grid.scales.shape)}: expected floating-point weights and scales of {wanted}"
+        )
+    scales = on_grid.scales.to(torch.bfloat16)
+    try:
+        check_scales(scales)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be stored as codes: {error}; call quantize(model, batches) again") from None
+    check_on_grid(name, weight, OnGrid(on_grid.grid, scales))
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:

@@ -14,14 +14,15 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from ..ops.grid import Coded
 from .atomic import part_file, publish, sync, write_atomically
 from .checksum import checksum
-from .encode import SAME, Encoded, Layout, encode
+from .encode import SAME, Encoded, Layout, encode, encode_codes
 from .metadata import Description, Index, TensorRecord
 from .safetensors_header import ALIGN, DTYPES, LARGEST, NAMES, Header, StoredArray, header_text
 
 Report = Callable[[int, int, str], object]  # is called with tensors done, tensors in all, and the last one's name
-SUFFIXES = (".bits", ".indices", ".values")
+SUFFIXES = (".bits", ".indices", ".values", ".scales", ".codes")
 MAX_SHARD_BYTES = 5_000_000_000
 MOVED = 1 << 26  # bytes of data that are moved up to a header that turned out shorter than its room
 
@@ -32,15 +33,24 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+def _no_codes(name: str) -> Coded | None:
+    """Of tensors that are not on grids."""
+    return None
+
+
 @dataclass(frozen=True)
 class TensorSource:
-    """Types and shapes of tensors by name, other names of some, and the function that fetches one."""
+    """Types and shapes of tensors by name, other names of some, and the function that fetches one.
+
+    ``fetch_coded`` fetches a tensor that is to be stored as codes, and gives None for any other.
+    """
 
     specs: dict[str, TensorSpec]
     aliases: dict[str, str]  # another name to the name that is in ``specs``
     fetch: Callable[[str], Tensor]
     order: list[str]  # all names as they were given
     metadata: dict[str, str]
+    fetch_coded: Callable[[str], Coded | None] = _no_codes
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class SavedTensor:
     dense_bytes: int
     stored_bytes: int
     num_negative_zeros: int = 0  # -0.0 comes back as it is, and takes the room of a value
+    bits: int | None = None  # of a kept weight that is stored as a code
 
 
 @dataclass(frozen=True)
@@ -155,16 +166,18 @@ class Writer:
         self.shared = sum(_room(name, source) for name in source.aliases)
 
     def add(self, name: str) -> None:
-        spec, tensor = self.source.specs[name], self.source.fetch(name)
+        spec = self.source.specs[name]
         packs = self.plan.small and not any(name + suffix in self.all_names for suffix in SUFFIXES)
-        encoded = encode(tensor, packs)
+        kept = self.source.fetch_coded(name) if packs else None
+        encoded = encode(self.source.fetch(name), packs) if kept is None else encode_codes(kept)
         crc32 = checksum(*(part.numpy().data for part in encoded.parts)) if self.plan.small else None
         limit = self.plan.max_shard_bytes
         if not self.parts or (self.parts[-1].size and self.parts[-1].size + encoded.num_bytes > limit):
             self._open()
-        self.parts[-1].add(name, encoded, TensorRecord(spec.dtype, Layout(encoded.encoding, spec.shape), crc32))
+        record = TensorRecord(spec.dtype, Layout(encoded.encoding, spec.shape, encoded.grid), crc32)
+        self.parts[-1].add(name, encoded, record)
         self.left.pop(name)
-        self.rows.append(_row(name, encoded, tensor))
+        self.rows.append(_row(name, encoded, record))
 
     def finish(self) -> Saved:
         if not self.parts:
@@ -183,7 +196,8 @@ class Writer:
         self._publish_all(names)
         weight_map = {name: path.name for path, part in zip(names, self.parts, strict=True) for name in part.entries}
         size = sum(row.stored_bytes for row in self.rows)
-        index = Index(weight_map, checksums if self.plan.small else {}, size)
+        version = max(Description(part.records, {}).version for part in self.parts)
+        index = Index(weight_map, checksums if self.plan.small else {}, size, version)
         write_atomically(self.plan.index, lambda file: file.write(index.to_json()))
         return Saved(names, self.rows)
 
@@ -267,12 +281,14 @@ def _without_aliases(source: TensorSource) -> TensorSource:
 def _room(name: str, source: TensorSource) -> int:
     """Bytes of the header that a tensor may take."""
     quoted, shape = json.dumps(name), str(source.specs[source.aliases.get(name, name)].shape)
-    return 2 * len(quoted) + len(json.dumps(quoted)) + 2 * len(shape) + 260
+    return 3 * len(quoted) + len(json.dumps(quoted)) + 2 * len(shape) + 460
 
 
-def _row(name: str, encoded: Encoded, tensor: Tensor) -> SavedTensor:
+def _row(name: str, encoded: Encoded, record: TensorRecord) -> SavedTensor:
+    counts = record.layout.numel, encoded.num_nonzero, record.dense_bytes, encoded.num_bytes
+    if encoded.grid is not None:
+        return SavedTensor(name, encoded.encoding, *counts, bits=encoded.grid.bits)
     values = list(encoded.entries.values())[-1]
     has_sign = values.is_floating_point() and values.element_size() > 1
     negative = encoded.num_nonzero - int(values.count_nonzero()) if has_sign else 0
-    counts = tensor.numel(), encoded.num_nonzero, tensor.nbytes, encoded.num_bytes
     return SavedTensor(name, encoded.encoding, *counts, negative)

@@ -179,9 +179,10 @@ class QuantizeResult(Result):
 
 
 def _in_bits(level: Level) -> str:
-    numbers = sorted({on_grid.grid.bits for on_grid in level.grids.values()})
-    each = f"kept weights in {numbers[0]} bits, with masks and scales {level.bits_a_weight:.2f} bits a weight"
-    return f", {each}" if numbers else ""
+    if not level.grids:
+        return ""
+    bits_of = next(iter(level.grids.values())).grid.bits
+    return f", kept weights in {bits_of} bits, with masks and scales {level.bits_a_weight:.2f} bits a weight"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,12 +6,14 @@ value of its code, rounded to the dtype of the weight: codes follow from weights
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import bits
+from .compact import compact, expand
 from .lazy import as_rows, from_rows
 
 GROUP = 128  # columns that share a scale
@@ -74,22 +76,59 @@ class Grid:
 
     def codes(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Codes of a weight of any shape, uint8 in that shape; those of zeros mean nothing."""
-        rows = as_rows(weight.detach(), self.outputs).float()
-        return from_rows(self.nearest(rows, self._by_column(scales, rows)).byte(), self.outputs, weight.shape)
+        rows = as_rows(weight.detach(), self.outputs)
+        codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+        for part, by_column in self._parts(scales, rows):
+            codes[part] = self.nearest(rows[part].float(), by_column).byte()
+        return from_rows(codes, self.outputs, weight.shape)
 
     def values(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Values of codes in the shape of a weight; for every code, so that a mask must be applied to them."""
-        rows = as_rows(codes, self.outputs).float()
-        values = (rows - self.middle) * self._by_column(scales, rows)
-        return from_rows(values.to(dtype), self.outputs, codes.shape)
+        rows = as_rows(codes, self.outputs)
+        values = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+        for part, by_column in self._parts(scales, rows):
+            values[part] = ((rows[part].float() - self.middle) * by_column).to(dtype)
+        return from_rows(values, self.outputs, codes.shape)
 
     def holds(self, weight: Tensor, scales: Tensor) -> Tensor:
         """True where a weight is zero or on its grid, in the shape of the weight."""
         weight = weight.detach()
         return (weight == 0) | (self.values(self.codes(weight, scales), scales, weight.dtype) == weight)
 
-    def _by_column(self, scales: Tensor, rows: Tensor) -> Tensor:
-        return scales.to(rows.device, rows.dtype).repeat_interleave(self.group, 1)[:, : rows.shape[1]]
+    def _parts(self, scales: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Some rows at a time, so that float32 copies of a weight stay small, with the scale of each element."""
+        num_rows, num_columns = rows.shape
+        step = max(1, (bits.CHUNK if rows.is_cpu else 1 << 24) // max(1, num_columns))
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            by_column = scales[part].to(rows.device, torch.float32).repeat_interleave(min(self.group, num_columns), 1)
+            yield part, by_column[:, :num_columns]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight on a grid as bits, codes and scales."""
+
+    packed: Tensor  # one bit an element, in the order of the flattened weight: whether it is kept
+    codes: Tensor  # uint8, one for each kept element, in that order
+    scales: Tensor  # (rows, groups), bfloat16
+    grid: Grid
+    shape: tuple[int, ...]
+
+
+def coded(weight: Tensor, scales: Tensor, grid: Grid) -> Coded:
+    """A weight that is on its grid by its codes; a zero of either sign is pruned."""
+    weight, scales = weight.detach(), scales.to(weight.device, torch.bfloat16)
+    packed = bits.pack(weight != 0)
+    return Coded(packed, compact(grid.codes(weight, scales), packed), scales, grid, tuple(weight.shape))
+
+
+def decoded(coded: Coded, dtype: torch.dtype) -> Tensor:
+    """The weight of codes: kept elements have the values of their codes, all others are +0.0."""
+    codes = expand(coded.codes, coded.packed, coded.shape)
+    weight = coded.grid.values(codes, coded.scales, dtype).contiguous()
+    bits.zero_(weight, coded.packed)
+    return weight
 
 
 def as_bfloat16(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

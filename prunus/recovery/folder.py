@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from ..export.card import DATA, CardFacts, write_card
 from ..export.convert import copy_beside
-from ..export.huggingface import quiet_transformers
+from ..export.huggingface import quiet_transformers, save_config, small_source
 from ..files.atomic import new_folder
 from ..files.json_file import read_json, write_json
-from ..files.reader import PLAIN
+from ..files.reader import PLAIN, SMALL
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
+from ..grids import on_grids
 from ..ranks import is_dtensor
 from .result import Recovery
 
@@ -34,6 +35,7 @@ def write_recovered(
 ) -> None:
     """Write a folder that appears when it is complete; what lies beside the weights of ``source`` is copied.
 
+    A model with weights on grids is written in the small form, with their codes, and any other as plain tensors.
     Every rank calls it where weights are sharded, and the first one writes.
     """
     tensors, dtype = whole_tensors(model), dtype_of(model)
@@ -42,7 +44,10 @@ def write_recovered(
         return
     figures = recovery.figures() | {"settings": dict(settings or {})}
     with new_folder(out, inside=unfinished) if unfinished else new_folder(out) as part:
-        if hasattr(model, "save_pretrained"):
+        if on_grids(model):  # a small folder alone holds codes
+            save_config(model, part)
+            write(small_source(model), WritePlan(part / SMALL))
+        elif hasattr(model, "save_pretrained"):
             with quiet_transformers():
                 model.save_pretrained(part, state_dict=tensors)
             if isinstance(dtype, torch.dtype) and (config := part / "config.json").is_file():

@@ -13,7 +13,8 @@ from torch import nn
 from ..eligible import unwrapped_model
 from ..oneshot.progress import Progress, progress_line
 from ..ranks import local
-from .folder import narrowed, write_recovered
+from .folder import write_recovered
+from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Point, Recovery
@@ -26,7 +27,7 @@ from .training_options import completed
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .recovery_trainer import RecoveryTrainer
+    from .recovery_trainer import RecoveryTrainer, State
 
 EVALUATIONS, SAVES = 5, 10  # of a run
 
@@ -63,6 +64,7 @@ def recover(
     The first ``held_out`` of them never train: on these the best state is chosen, which the model ends in. ``train``
     restricts what learns: globs over names of parameters. ``lr=None`` finds the learning rate by three short trials,
     where there are at least 300 steps; it is 1e-3 for fewer. 16-bit models learn in float32 and end in their own dtype.
+    Codes of a quantised model stay as they are: the scales of its weights learn in their place, and end in bfloat16.
 
     With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again. ``out`` is
     a folder to write the model to, which must not exist; unless ``state`` says otherwise, checkpoints are beside it.
@@ -90,14 +92,15 @@ def recover(
         data = Batches(batches, held_out, seed)
         if state is not None:
             stack.enter_context(without_empty_folders(Path(state)))
-        dtypes = stack.enter_context(learning(student, train))
         how = completed(args, student, steps, accumulate, bf16, state, seed)
+        check_codes(student, is_sharded=bool(how.fsdp))
+        dtypes = stack.enter_context(learning(student, train))
         distillation = Distillation(student, None, hard)
         if dense is not None:
             distillation.teacher = Teacher(dense, how.device, offload=offload_teacher)
             stack.enter_context(distillation.teacher.open(place=not how.fsdp))
             warn_if_whole(student, dense)
-        trainer = _trainer(student, how, distillation, plan, data, evaluations)
+        trainer = _trainer(how, distillation, plan, data, evaluations, dtypes)
         report = stack.enter_context(progress_line(progress if how.process_index == 0 else False, "recover"))
         if report is not None:
             trainer.report = lambda step: report(step, steps, _in_words(trainer))
@@ -107,7 +110,7 @@ def recover(
             stack.enter_context(compiled_blocks(student, dense))
         if state is not None:
             trainer.resumed_from = last_checkpoint(Path(state), settings_of(trainer, data, lr, train, seed))
-        recovery = _run(trainer, dtypes, began)
+        recovery = _run(trainer, began)
     if out is not None:
         source = Path(getattr(student, "name_or_path", None) or "")
         beside = source if (source / "config.json").is_file() else None
@@ -126,7 +129,12 @@ def _check_numbers(steps: int, lr: float | None, hard: float, accumulate: int, e
 
 
 def _trainer(
-    student: nn.Module, args: Any, distillation: Distillation, plan: Plan, data: Batches, evaluations: int
+    args: Any,
+    distillation: Distillation,
+    plan: Plan,
+    data: Batches,
+    evaluations: int,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
 ) -> "RecoveryTrainer":
     from .recovery_trainer import RecoveryTrainer
 
@@ -136,10 +144,10 @@ def _trainer(
 
     steps = Steps(data, plan, args.gradient_accumulation_steps, args.process_index, args.world_size)
     when = {"evaluate_at": spread(evaluations), "save_at": spread(SAVES)}
-    return RecoveryTrainer(student, args, distillation, plan, steps, data.held_out, **when, report=lambda step: None)
+    return RecoveryTrainer(args, distillation, plan, steps, data.held_out, dtypes, **when, report=lambda step: None)
 
 
-def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype], began: float) -> Recovery:
+def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
     from ..export.huggingface import quiet_transformers
 
     try:
@@ -149,21 +157,19 @@ def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype],
             trainer.evaluate()  # the batches ended early
         assert trainer.best is not None and trainer.initial is not None
         if trainer.best.step != trainer.state.global_step:
-            trainer.best.restore_(trainer.learning)
+            trainer.restore_(trainer.best)
         trainer.fill_kept_zeros_()
         after = trainer.figures[trainer.best.step].figures
-        if narrow := [p for p in trainer.learning if p.dtype != dtypes.get(p, p.dtype)]:
-            for parameter in narrow:  # what the model is rounded to is what is measured
-                parameter.data = narrowed(parameter.data, dtypes[parameter]).to(parameter.dtype)
+        if trainer.round_():  # what the model is rounded to is what is measured
             after, _ = trainer.measure(trainer.model_wrapped)
     except BaseException:
         if trainer.initial is not None:
-            trainer.initial.restore_(trainer.learning)
+            _undo(trainer.initial, trainer.learning, trainer.scales)
         raise
     finally:
         if trainer.pruner is not None:
             trainer.pruner.remove()
-    plan, initial, learning = trainer.plan, trainer.initial, trainer.learning
+    plan, initial, learning, scales = trainer.plan, trainer.initial, trainer.learning, trainer.scales
     curve = [
         Point(step, measured.num_tokens, measured.figures.kl, measured.figures.loss, measured.figures.accuracy)
         for step, measured in sorted(trainer.figures.items())
@@ -174,6 +180,8 @@ def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype],
         num_zeros = num_zeros.to(trainer.args.device)
         torch.distributed.all_reduce(num_zeros)
     notes = [trainer.distillation.note] if trainer.distillation.note else []
+    if num := len(trainer.scales):
+        notes.append(f"Codes of {num:,} layer{'s' * (num > 1)} stay fixed; their scales learn.")
     assert initial is not None
     return Recovery(
         before=trainer.figures[0].figures,
@@ -189,8 +197,15 @@ def _run(trainer: "RecoveryTrainer", dtypes: Mapping[nn.Parameter, torch.dtype],
         num_zeros=int(num_zeros),
         notes=notes,
         distance=str(trainer.distillation.distance),
-        undo=lambda: initial.restore_(learning),
+        undo=lambda: _undo(initial, learning, scales),
     )
+
+
+def _undo(initial: "State", learning: Sequence[nn.Parameter], scales: Sequence[LearnedScale]) -> None:
+    initial.restore_(learning)
+    for scale in scales:
+        scale.follow_()
+        scale.finish_()
 
 
 def _in_words(trainer: "RecoveryTrainer") -> str:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,17 @@ from ..oneshot.samples import Tree, moved
 from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
+from .folder import narrowed
+from .learned_scale import learned_scales
 from .loss import Counts, Distillation, Figures, figures_of
 from .plan import LR, Plan
 from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
+SCALE_RATE = 8.0  # times the learning rate: that of the logarithms of scales
 BEST = "best-{rank}.safetensors"
-WEIGHTS = "weights.safetensors"  # of a model that is none of transformers
+WEIGHTS = "weights.safetensors"  # what learns, of models that transformers cannot save whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ class State:
 class RecoveryTrainer(Trainer):
     """Trains by a ``Distillation``, with the zeros of every matrix held at zero.
 
-    Masks are the zeros that the weights have when the training begins, or goes on from a checkpoint.
+    Masks are the zeros that the weights have when the training begins, or goes on from a checkpoint. Of weights on
+    grids only the ``scales`` learn.
     """
 
     model: nn.Module  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -83,22 +87,23 @@ class RecoveryTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module,
         args: TrainingArguments,
         distillation: Distillation,
         plan: Plan,
         steps: Steps,
         held_out: Sequence[Tree],
+        dtypes: Mapping[nn.Parameter, torch.dtype],
         *,
         evaluate_at: Sequence[int],
         save_at: Sequence[int],
         report: Callable[[int], None],
     ) -> None:
-        super().__init__(model, args, callbacks=[_Driver(self)])
+        super().__init__(distillation.student, args, callbacks=[_Driver(self)])
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.model_accepts_loss_kwargs = True  # the loss is divided by the places of all batches of a step
         self.distillation, self.plan, self.steps, self.held_out = distillation, plan, steps, held_out
+        self.dtypes, self.scales = dtypes, learned_scales(self.model, dtypes)  # dtypes that parameters end in
         self.evaluate_at, self.save_at, self.report = frozenset(evaluate_at), frozenset(save_at), report
         self.saves = args.save_strategy != "no"
         self.figures: dict[int, Measured] = {}  # of the student, by step
@@ -126,8 +131,11 @@ class RecoveryTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            learning = [p for p in (model or self.model).parameters() if p.requires_grad]
+            learning = self.learning_of(model or self.model)
             self.optimizer = AdamWPrune(learning, LR, BETAS, weight_decay=0.0, max_norm=MAX_NORM)
+            logs = [scale.log for scale in self.scales]
+            factors = {p: torch.tensor(SCALE_RATE, dtype=torch.float64, device=p.device) for p in logs}
+            self.optimizer.lr_factors = factors
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -215,7 +223,28 @@ class RecoveryTrainer(Trainer):
 
     @property
     def learning(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return self.learning_of(self.model)
+
+    def learning_of(self, model: nn.Module) -> list[nn.Parameter]:
+        follow = {scale.weight for scale in self.scales}
+        return [p for p in model.parameters() if p.requires_grad and p not in follow] + [s.log for s in self.scales]
+
+    def restore_(self, state: State) -> None:
+        state.restore_(self.learning)
+        self.follow_scales_()
+
+    def follow_scales_(self) -> None:
+        for scale in self.scales:
+            scale.follow_()
+
+    def round_(self) -> bool:
+        """Round what learned to the values that the model ends with; whether there was anything to round."""
+        narrow = [p for p in self.learning if p.dtype != self.dtypes.get(p, p.dtype)]
+        for parameter in narrow:
+            parameter.data = narrowed(parameter.data, self.dtypes[parameter]).to(parameter.dtype)
+        for scale in self.scales:
+            scale.finish_()
+        return bool(narrow or self.scales)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The best state is written first: a checkpoint is complete when its trainer_state.json is there."""
@@ -241,10 +270,10 @@ class RecoveryTrainer(Trainer):
             return
         last = State(self.learning)
         last.load_(path)
-        last.restore_(self.learning)
+        self.restore_(last)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if isinstance(self.model, PreTrainedModel):
+        if isinstance(self.model, PreTrainedModel) and not self.scales:
             super()._save(output_dir, state_dict)
         elif self.args.should_save:  # not adapters alone, and tied weights once
             State(self.learning).save(Path(str(output_dir)) / WEIGHTS)
@@ -270,7 +299,7 @@ class _Driver(TrainerCallback):
         trainer, optimizer = self.trainer, cast(AdamWPrune, unwrapped(parts["optimizer"]))
         optimizer._on_gpu = all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         trainer.initial = trainer.initial or State(trainer.learning)
-        if names := names_with_zeros(trainer.model):
+        if names := names_with_zeros(trainer.model, trainer.learning):
             trainer.pruner = Pruner(trainer.model, optimizer, masks="zeros", include=names, only=names)
         if trainer.distillation.teacher is not None and trainer.is_fsdp_enabled:
             trainer.distillation.teacher.shard_like(trainer.model)
@@ -278,6 +307,7 @@ class _Driver(TrainerCallback):
             self._resume(args, state)
         else:
             trainer.evaluate()
+            trainer.follow_scales_()  # from here on weights of 16 bits are not rounded
         trainer.steps.first_step = state.global_step
 
     def _resume(self, args: TrainingArguments, state: Any) -> None:
@@ -312,6 +342,13 @@ class _Driver(TrainerCallback):
         for group in unwrapped(parts["optimizer"]).param_groups:
             group["lr"] = lr
 
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        for scale in self.trainer.scales:
+            scale.take_gradient_()
+
+    def on_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.follow_scales_()
+
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         step, trainer = state.global_step, self.trainer
         control.should_evaluate = step in trainer.evaluate_at or step in trainer.plan.trial_ends
@@ -323,7 +360,7 @@ class _Driver(TrainerCallback):
         if step in trainer.plan.trial_ends:
             trainer.plan.results.append(trainer.distillation.rank(trainer.figures[step].figures))
             assert trainer.initial is not None
-            trainer.initial.restore_(trainer.learning)
+            trainer.restore_(trainer.initial)
             for own in unwrapped(parts["optimizer"]).state.values():
                 for name in ("step", "exp_avg", "exp_avg_sq"):
                     own[name].zero_()
@@ -334,10 +371,11 @@ class _Driver(TrainerCallback):
             trainer.best = State(trainer.learning, step)
 
 
-def names_with_zeros(model: nn.Module) -> list[str]:
+def names_with_zeros(model: nn.Module, learning: Collection[nn.Parameter]) -> list[str]:
     """Matrices in which something is zero, but not those of new adapters, which begin as zeros and are to learn."""
     adapters = {part for module in model.modules() for part in getattr(module, "adapter_layer_names", ())}
-    named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    matrices = {p for p in learning if p.ndim > 1}
+    named = {plain_name(name): p for name, p in model.named_parameters() if p in matrices}
     named = {name: p for name, p in named.items() if not adapters & set(name.split("."))}
     num_kept = torch.tensor([int(local(p).count_nonzero()) for p in named.values()])
     sizes = torch.tensor([local(p).numel() for p in named.values()])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..eligible import check_patterns, matches, plain_name, unwrapped_model
+from ..grids import on_grids
 from ..oneshot.blocks import blocks_of
 from ..ranks import is_dtensor, local
 from .folder import narrowed
@@ -48,10 +49,10 @@ def check_apart(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def warn_if_whole(student: nn.Module, teacher: nn.Module) -> None:
-    """A student that is neither sparse nor smaller."""
+    """A student that is neither sparse nor smaller nor in few bits."""
     sizes = [sum(p.numel() for p in each.parameters()) for each in (student, teacher)]
     has_zeros = any(not bool(local(p).detach().all()) for p in student.parameters() if p.ndim > 1)
-    if sizes[0] >= sizes[1] and not has_zeros:
+    if sizes[0] >= sizes[1] and not has_zeros and not on_grids(student):
         warnings.warn(
             "the student has no zeros and as many weights as its teacher: nothing was pruned, or its zeros were "
             "filled; give the pruned model",

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from prunus import load_model, quantize, save_model
 from prunus.cli import main
+from prunus.export.huggingface import load_any_model
+from prunus.grids import check_on_grid, on_grids
 
 FAST = "--budget 400 --length 12 --batch 4 --eval-windows 6".split()
 
@@ -75,6 +78,27 @@ def test_the_folder_is_complete_and_every_zero_is_where_it_was(made, tmp_path, c
     recover(made, tmp_path / "out")
     assert "was written already" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_small_folder_with_codes_recovers_into_one_with_the_same_codes(made, tmp_path, capsys):
+    model = load_any_model(made / "pruned").bfloat16()
+    quantize(model, bits=4, progress=False)
+    save_model(model, tmp_path / "small", source=made / "pruned")
+    run("recover", tmp_path / "small", "--teacher", made / "dense", "--text", made / "corpus", *FAST,
+        "--out", tmp_path / "out")  # fmt: skip
+    assert "Codes of 14 layers stay fixed" in capsys.readouterr().out
+    before, after = (load_model(tmp_path / name) for name in ("small", "out"))
+    old, new = on_grids(before), on_grids(after)
+    assert old.keys() == new.keys() and not torch.equal(*(next(iter(each.values())).scales for each in (old, new)))
+    for name, on_grid in new.items():
+        one, two = before.get_parameter(name), after.get_parameter(name)
+        check_on_grid(name, two, on_grid)
+        codes = [on_grid.grid.codes(w, g.scales)[one != 0] for w, g in ((one, old[name]), (two, on_grid))]
+        assert torch.equal(*codes) and torch.equal(one == 0, two == 0)
+    assert (
+        "- recovery: " in (tmp_path / "out" / "README.md").read_text()
+        and (tmp_path / "out" / "tokenizer.json").exists()
+    )
 
 
 def test_pruning_and_recovery_in_one_command(made, tmp_path, capsys):

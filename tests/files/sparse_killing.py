@@ -13,26 +13,42 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from prunus.export import load_sparse, save_model, save_sparse
 from prunus.files.writer import UnfinishedFile
+from prunus.grids import OnGrid, put_on_grid_
+from prunus.ops.grid import Grid
+
+GRID = Grid(4)
 
 
 class Toy(torch.nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
         for name, tensor in tensors(value).items():
-            self.register_buffer(name, tensor)
+            self.register_parameter(name, nn.Parameter(tensor))
+        for name, on_grid in grids(value).items():
+            put_on_grid_(self, name, on_grid)
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
     """Equal shapes for each value, so that files of two saves look alike."""
     sparse = torch.full((64, 64), value)
     sparse[::2, ::3] = 0
-    return {"a": sparse, "b": torch.full((1000,), value), "c": torch.full((30, 30), value, dtype=torch.bfloat16)}
+    half = torch.full((30, 30), value, dtype=torch.bfloat16)
+    return {"a": sparse, "b": torch.full((1000,), value), "c": half, "d": sparse.bfloat16() / 2}
 
 
-def killing(moment: int, save: Callable[[], object]) -> bool:
+def grids(value: float) -> dict[str, OnGrid]:
+    return {"d": OnGrid(GRID, torch.full((64, 1), value))}
+
+
+def save(path: Path, value: float, **options: int) -> None:
+    save_sparse(tensors(value), path, grids=grids(value), **options)
+
+
+def killing(moment: int, begin: Callable[[], object]) -> bool:
     """Whether a save in a process of its own was killed at its ``moment``-th write, flush or move."""
     child = os.fork()
     if child:
@@ -50,7 +66,7 @@ def killing(moment: int, save: Callable[[], object]) -> bool:
 
     os.fsync, Path.replace = counted(os.fsync), counted(Path.replace)
     UnfinishedFile.add = counted(UnfinishedFile.add)
-    save()
+    begin()
     os._exit(0)
 
 
@@ -68,16 +84,16 @@ def left_behind(path: Path) -> str:
     return "a mixture"
 
 
-def every_moment(folder: Path, path: Path, save: Callable[[], object], before: Callable[[], object]) -> list[str]:
+def every_moment(folder: Path, path: Path, begin: Callable[[], object], before: Callable[[], object]) -> list[str]:
     found = []
     for moment in range(1, 1000):
         for file in sorted(folder.rglob("*"), reverse=True):
             file.rmdir() if file.is_dir() else file.unlink()
         before()
-        killed = killing(moment, save)
+        killed = killing(moment, begin)
         found.append(left_behind(path))
         if not killed:
-            save_sparse(tensors(1.0), folder / "later.safetensors")  # what was left is in nobody's way
+            save(folder / "later.safetensors", 1.0)  # what was left is in nobody's way
             return found
     raise AssertionError("the save never ended")
 
@@ -85,12 +101,12 @@ def every_moment(folder: Path, path: Path, save: Callable[[], object], before: C
 def at_any_time(path: Path, seconds: float) -> list[str]:
     """Kill, from outside, a process that saves without end."""
     found, rng, end = [], random.Random(0), time.monotonic() + seconds
-    save_sparse(tensors(1.0), path)
+    save(path, 1.0)
     while time.monotonic() < end:
         child = os.fork()
         if not child:
             for i in range(10**6):
-                save_sparse(tensors(float(1 + i % 2)), path)
+                save(path, float(1 + i % 2))
             os._exit(1)
         time.sleep(rng.uniform(0.005, 0.05))
         os.kill(child, signal.SIGKILL)
@@ -104,13 +120,11 @@ def main(folder: Path) -> None:
     path = folder / "model.safetensors"
 
     def old() -> None:
-        save_sparse(tensors(1.0), path)
+        save(path, 1.0)
 
     results = {
-        "file": every_moment(folder, path, lambda: save_sparse(tensors(2.0), path), old),
-        "files": every_moment(
-            folder, folder, lambda: save_sparse(tensors(2.0), path, max_shard_bytes=2000), lambda: None
-        ),
+        "file": every_moment(folder, path, lambda: save(path, 2.0), old),
+        "files": every_moment(folder, folder, lambda: save(path, 2.0, max_shard_bytes=2000), lambda: None),
         "folder": every_moment(folder, folder / "new", lambda: save_model(Toy(2.0), folder / "new"), lambda: None),
         "any time": at_any_time(folder / "busy.safetensors", 2.0),
     }

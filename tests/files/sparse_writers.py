@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from sparse_killing import Toy, tensors
+from sparse_killing import Toy, save, tensors
 
-from prunus.export import load_sparse, save_model, save_sparse
+from prunus.export import load_sparse, save_model
 from prunus.files.atomic import new_folder
 from prunus.files.json_file import read_json, write_json
 
@@ -34,7 +34,7 @@ def save_folder(path: Path, value: float) -> None:
 
 WAYS: dict[str, tuple[str, Callable[[Path, float], object], Callable[[Path], float]]] = {
     "json": ("a.json", lambda p, v: write_json(p, {"value": [v] * 500}), lambda p: read_json(p)["value"][499]),
-    "tensors": ("a.safetensors", lambda p, v: save_sparse(tensors(v), p), value_of),
+    "tensors": ("a.safetensors", save, value_of),
     "model": ("model", lambda p, v: save_model(Toy(v), p, replace=True), value_of),
     "shards": ("shards", lambda p, v: save_model(Toy(v), p, replace=True, max_shard_bytes=2000), value_of),
     "folder": ("folder", save_folder, lambda p: read_json(p / "b.json")["value"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_encoding import tensors
+from every_encoding import grids, tensors
 from safetensors.torch import save_file
 
 from prunus import load_sparse, save_sparse
@@ -32,7 +32,7 @@ def test_a_killed_save_leaves_the_old_file_or_nothing_that_looks_whole(tmp_path)
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    save_sparse(tensors(), tmp_path / "a.safetensors")
+    save_sparse(tensors(), tmp_path / "a.safetensors", grids=grids())
     return tmp_path / "a.safetensors"
 
 
@@ -95,7 +95,23 @@ def test_a_header_that_contradicts_itself_is_refused(case, small):
 
 
 DESCRIPTIONS = {
-    "newer": (lambda d, _: d.update(version=2), "version 1"),
+    "newer": (lambda d, _: d.update(version=3), "not of version 1 or 2.*a newer prunus may read it"),
+    "older": (lambda d, _: d.update(version=1), "holds codes, which a file of version 1"),
+    "no bits": (lambda d, _: d["tensors"]["d"].pop("bits"), "of codes also bits, group and outputs"),
+    "bits of a mask": (lambda d, _: d["tensors"]["a"].update(bits=4), "must have dtype, shape, encoding and crc32"),
+    "one bit": (lambda d, _: d["tensors"]["d"].update(bits=1), "'d' has codes of 1 bits in groups of 8"),
+    "nine bits": (lambda d, _: d["tensors"]["d"].update(bits=9), "codes of 9 bits"),
+    "bits in words": (lambda d, _: d["tensors"]["d"].update(bits="4"), "which cannot be"),
+    "empty group": (lambda d, _: d["tensors"]["d"].update(group=0), "groups of 0, which cannot be"),
+    "other group": (lambda d, _: d["tensors"]["d"].update(group=4), "'d.scales' is not what codes asks for"),
+    "rows of nothing": (lambda d, _: d["tensors"]["d"].update(outputs=[2]), r"rows by the dimensions \[2\]"),
+    "rows twice": (lambda d, _: d["tensors"]["d"].update(outputs=[0, 0]), r"rows by the dimensions \[0, 0\]"),
+    "rows before the first": (lambda d, _: d["tensors"]["d"].update(outputs=[-1]), r"rows by the dimensions \[-1\]"),
+    "rows by a number": (lambda d, _: d["tensors"]["d"].update(outputs=0), "rows by the dimensions 0"),
+    "rows of columns": (lambda d, _: d["tensors"]["d"].update(outputs=[1]), "'d.scales' is not what codes asks for"),
+    "whole numbers in codes": (lambda d, _: d["tensors"]["d"].update(dtype="I16"), "'d' of type I16.*cannot be codes"),
+    "many empty rows": (lambda d, _: d["tensors"]["d"].update(shape=[2**59, 0]), "cannot be codes"),
+    "other bits": (lambda d, _: d["tensors"]["d"].update(bits=8), r"'d'.*whose codes take \d+ bytes, but there are"),
     "alias of nothing": (lambda d, _: d["tensors"]["tied"].update({"as": "nowhere"}), "not there"),
     "alias of itself": (lambda d, _: d["tensors"]["tied"].update({"as": "tied"}), "not there"),
     "another encoding": (lambda d, _: d["tensors"]["a"].update(encoding="2:4"), "missing"),
@@ -131,7 +147,8 @@ def replaced(path: Path, name: str, entry: str, data: bytes) -> None:
 
     def change(description: dict, rest: bytearray) -> None:
         rest[begin:end] = data
-        names = [name + end for end in ("", ".bits", ".indices", ".values") if name + end in header]
+        ends = ("", ".bits", ".indices", ".values", ".scales", ".codes")
+        names = [name + end for end in ends if name + end in header]
         parts = [bytes(rest[slice(*header[n]["data_offsets"])]) for n in names]
         description["tensors"][name]["crc32"] = crc_of(*parts)
 
@@ -153,6 +170,46 @@ def test_bits_behind_the_last_element_are_refused(end, tmp_path):
     replaced(path, "a", "a.bits", b"\x07" + bytes(11) + end)
     with pytest.raises(ValueError, match="bits behind the last element"):
         load_sparse(path)
+
+
+def entry_of(path: Path, entry: str) -> bytearray:
+    header, data = parse(path)
+    return bytearray(data[slice(*header[entry]["data_offsets"])])
+
+
+@pytest.mark.parametrize(
+    ("entry", "place", "value", "said"),
+    [
+        ("d.bits", -1, 0x80, "its mask has bits behind the last element"),
+        (
+            "d.bits",
+            slice(0, 8),
+            b"\xff" * 8,
+            r"its mask keeps \d+ elements, whose codes take \d+ bytes, but there are \d+",
+        ),
+        ("d.codes", -1, 0x80, "its codes have bits behind the last one"),
+        ("e.codes", -1, 0x10, "its codes have bits behind the last one"),
+        ("d.scales", 1, 0x80, "1 of its 36 scales are not positive and finite"),
+        ("d.scales", slice(0, 2), b"\0\0", "1 of its 36 scales are not positive and finite"),
+        ("d.scales", slice(2, 6), b"\xc0\x7f\x80\x7f", "2 of its 36 scales are not positive and finite"),
+        ("e.scales", -1, 0x3F, "there are values behind its last scale"),
+    ],
+)
+def test_codes_that_contradict_themselves_are_refused_in_one_line_though_the_checksums_hold(
+    entry, place, value, said, small
+):
+    data = entry_of(small, entry)
+    data[place] = value
+    replaced(small, entry[0], entry, bytes(data))
+    with pytest.raises(ValueError, match=f"damaged in {entry[0]!r}: {said}") as error:
+        load_sparse(small)
+    assert "\n" not in str(error.value)
+
+
+def test_an_older_reader_refuses_codes_by_the_version_and_reads_what_has_none(small, tmp_path):
+    save_sparse(tensors(), tmp_path / "without.safetensors")
+    versions = [json.loads(parse(p)[0]["__metadata__"]["prunus"])["version"] for p in sorted(tmp_path.iterdir())]
+    assert versions == [2, 1]
 
 
 def test_indices_that_do_not_ascend_are_refused(small):

@@ -10,18 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from every_encoding import grids
+from every_encoding import tensors as every_encoding
 from hypothesis import given
 from hypothesis import strategies as st
+from on_grids import on_grid
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_compact import drawn, same
+from test_sparse_codes import example
 
 from prunus import load_sparse, save_sparse
 from prunus.export.convert import ExportJob, convert
 from prunus.files import checksum
+from prunus.files.encode import CODED_DTYPES
+from prunus.files.metadata import ENCODINGS
 from prunus.files.nofm import NOFM, indices_of, mask_of_indices, obeys, padded
 from prunus.files.safetensors_header import DTYPES
 from prunus.ops import bits
+from prunus.ops.grid import Grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -67,8 +74,8 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(tmp_path):
 
 
 def test_it_is_an_ordinary_safetensors_file_whose_entries_are_aligned(tmp_path):
-    tensors = assorted()
-    saved = save_sparse(tensors, tmp_path / "a.safetensors")
+    tensors = assorted() | every_encoding()
+    saved = save_sparse(tensors, tmp_path / "a.safetensors", grids=grids())
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         sizes = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
         assert file.metadata()["format"] == "prunus"
@@ -171,9 +178,11 @@ def reader() -> dict:
 
 
 def test_the_reader_on_the_page_reads_every_kind_of_tensor(tmp_path):
-    tensors = assorted()
+    tensors = assorted() | every_encoding()
     tensors["large"] = drawn(3 << 19, torch.float16, 0.9)
-    save_sparse(tensors, tmp_path / "a.safetensors")
+    more = {f"{dtype}": example(Grid(7, 50, (0, 2)), (4, 60, 8), dtype) for dtype in CODED_DTYPES}
+    tensors |= {name: weight for name, (weight, _) in more.items()}
+    save_sparse(tensors, tmp_path / "a.safetensors", grids=grids() | {name: one for name, (_, one) in more.items()})
     found = reader()["read"](tmp_path / "a.safetensors")
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
@@ -183,7 +192,7 @@ def test_the_reader_on_the_page_reads_every_kind_of_tensor(tmp_path):
 
 def test_the_page_names_what_the_code_writes():
     page = PAGE.read_text()
-    assert all(f"`{name}`" in page for name in NOFM)
+    assert all(f"`{name}`" in page for name in ENCODINGS)
     assert set(reader()["TYPES"]) == set(DTYPES)
     assert f"2^{checksum.PIECE.bit_length() - 1}" in page
 
@@ -250,10 +259,16 @@ print(kib("VmHWM") - before, sum(tensor.nbytes for tensor in found.values()) // 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").is_file(), reason="measures memory as Linux does")
 @pytest.mark.slow
-def test_loading_takes_little_more_than_one_tensor_beside_the_model(tmp_path):
-    sparse = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5)
-    save_sparse({f"{i}": sparse.clone() for i in range(8)}, tmp_path / "a.safetensors")
-    save_sparse({"a": sparse}, tmp_path / "one.safetensors")
+@pytest.mark.parametrize("bits", [None, 3, 4])
+def test_loading_takes_little_more_than_one_tensor_beside_the_model(bits, tmp_path):
+    sparse, grids = torch.randn(1024, 2048) * (torch.rand(1024, 2048) < 0.5), {}
+    if bits is not None:
+        sparse, one = on_grid(sparse, Grid(bits))
+        grids = dict.fromkeys((*"01234567", "a"), one)
+    tensors = {f"{i}": sparse.clone() for i in range(8)} | {"a": sparse}
+    for name, some in {"a": tensors.keys() - {"a"}, "one": {"a"}}.items():
+        chosen = {key: tensors[key] for key in some}
+        save_sparse(chosen, tmp_path / f"{name}.safetensors", grids={key: grids[key] for key in some & grids.keys()})
     run = [sys.executable, "-c", MEMORY, str(tmp_path / "a.safetensors"), str(tmp_path / "one.safetensors")]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     peak, model = map(int, done.stdout.split())

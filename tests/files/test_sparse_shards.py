@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_encoding import tensors
+from every_encoding import grids, tensors
 from test_compact import same
 
 from prunus import load_sparse, save_sparse
@@ -16,7 +16,7 @@ from prunus.files import writer
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    save_sparse(tensors(), tmp_path / "model.safetensors", max_shard_bytes=600)
+    save_sparse(tensors(), tmp_path / "model.safetensors", grids=grids(), max_shard_bytes=600)
     assert len(list(tmp_path.iterdir())) > 3
     return tmp_path
 
@@ -59,7 +59,8 @@ def test_an_index_that_lacks_a_tensor_is_refused_even_with_its_checksum_mended(s
 def test_files_of_two_saves_are_not_mixed(shards, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     doubled = {name: tensor * 2 for name, tensor in tensors().items() if name != "tied"}
-    save_sparse(doubled | {"tied": doubled["a"]}, other / "model.safetensors", max_shard_bytes=600)
+    both = doubled | {"tied": doubled["a"]}
+    save_sparse(both, other / "model.safetensors", grids=grids(2), max_shard_bytes=600)
     file = sorted(shards.glob("*.safetensors"))[1]
     shutil.copyfile(other / file.name, file)
     with pytest.raises(ValueError, match=r"not the file that .*index\.json was written with"):
@@ -99,3 +100,14 @@ def test_a_second_model_of_several_files_never_mixes_with_the_first(tmp_path, mo
         save_sparse(second, path, max_shard_bytes=2000)
     assert all(torch.equal(tensor, first[name]) for name, tensor in load_sparse(path).items())
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_an_index_says_the_newest_version_of_its_files_and_a_newer_one_is_refused(shards, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    save_sparse(tensors(), other / "model.safetensors", max_shard_bytes=600)
+    assert [index_of(folder)["metadata"]["prunus"]["version"] for folder in (shards, other)] == [2, 1]
+    index = index_of(shards)
+    index["metadata"]["prunus"]["version"] = 3
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="not of version 1 or 2"):
+        load_sparse(shards)

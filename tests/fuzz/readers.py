@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from every_encoding import tensors
+from every_encoding import grids, tensors
 from mutations import BYTES, in_zip
+from on_grids import put_on_grids_
 from safetensors.torch import save_file
 from small_gguf import write_gguf
 from torch import Tensor
@@ -142,7 +143,10 @@ def hugging_face(folder: Path) -> None:
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    save_model(model, folder / "model")
+    for parameter in model.transformer.h.parameters():
+        parameter.data.view(-1)[::2] = 0
+    put_on_grids_(model)
+    assert any(row.encoding == "codes" for row in save_model(model, folder / "model").rows)
 
 
 def plain_hugging_face(folder: Path) -> None:
@@ -237,6 +241,12 @@ def plain_folder(folder: Path) -> None:
     kept = {f"layer.{name}.weight": value for name, value in tensors().items() if value.ndim == 2 and name != "tied"}
     save_file(kept, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "hidden_size": 16, "tie": {"a": [1]}}))
+
+
+def small_folder(folder: Path) -> None:
+    on_grid = {f"layer.{name}.weight": value for name, value in grids().items()}
+    values = {f"layer.{name}.weight": value for name, value in tensors().items() if value.ndim == 2}
+    prunus.save_sparse(values, folder / "sparse.safetensors", grids=on_grid, max_shard_bytes=500)
 
 
 def masked(folder: Path) -> None:
@@ -389,12 +399,12 @@ ANY = frozenset({"*"})
 
 READERS = {
     "sparse file": Reader(
-        lambda to: prunus.save_sparse(tensors(), to / "a.safetensors"),
+        lambda to: prunus.save_sparse(tensors(), to / "a.safetensors", grids=grids()),
         lambda to: load_sparse(only(to)),
         exact=ANY,
     ),
     "sparse shards": Reader(
-        lambda to: prunus.save_sparse(tensors(), to / "model.safetensors", max_shard_bytes=2000),
+        lambda to: prunus.save_sparse(tensors(), to / "model.safetensors", grids=grids(), max_shard_bytes=2000),
         load_sparse,
         exact=ANY,
     ),
@@ -417,6 +427,7 @@ READERS = {
     "doctor, checkpoint": Reader(trained, lambda to: command("doctor", to, "--json"), "run.json checkpoint.pt"),
     "doctor, distributed": Reader(distributed, lambda to: command("doctor", to, "--json")),
     "doctor, folder": Reader(plain_folder, lambda to: command("doctor", to)),
+    "doctor, small folder": Reader(small_folder, lambda to: command("doctor", to)),
     "doctor, masks": Reader(
         masked, lambda to: command("doctor", to.parent / "weights.safetensors", "--masks", only(to), "--json")
     ),
@@ -424,6 +435,9 @@ READERS = {
         exported,
         lambda to: command("export", to / "model", "--out", to / "back", "--form", "dense", "--check"),
         "model/*",
+    ),
+    "export --check, small": Reader(
+        small_folder, lambda to: command("export", to, "--out", to / "copy", "--check"), "*.safetensors*"
     ),
     "study show": Reader(slim_study, lambda to: command("study", "show", to)),
     "study show, runs in folders": Reader(full_study, lambda to: command("study", "show", to), "**/*.json*"),

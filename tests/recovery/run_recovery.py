@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from students import llama, pruned, sequences
+from students import are_equal, codes_of, in_codes, llama, pruned, sequences
 
 from prunus import recover
 from prunus.oneshot.samples import digest
@@ -21,12 +21,15 @@ def main(how, folder, kill_at=None):
     folder = Path(folder)
     teacher = llama(tie_word_embeddings=True)
     student = pruned(teacher)
+    if how.endswith("codes"):
+        student = in_codes(student.bfloat16())
+    codes = codes_of(student)
     num_zeros = sum(int((p == 0).sum()) for p in student.parameters() if p.ndim > 1)
     args, accumulate = None, 1
-    if how in ("ddp", "fsdp"):
+    if how in ("ddp", "fsdp", "ddp codes"):
         more = {"fsdp": True, "fsdp_config": {}} if how == "fsdp" else {}
         args = training_arguments(folder / "state", "cpu", **more)
-    elif how == "one":
+    elif how in ("one", "one codes"):
         accumulate = 2
 
     def report(step, *_):
@@ -37,7 +40,7 @@ def main(how, folder, kill_at=None):
     options = {"steps": steps, "lr": None if how == "trials" else 3e-3, "evaluations": 4, "held_out": 3}
     recovery = recover(
         student, teacher, sequences(24), **options, accumulate=accumulate, args=args, state=folder / "state",
-        out=folder / "out" if how != "trials" else None, progress=report,
+        out=folder / "out" if how in ("one", "ddp", "fsdp") else None, progress=report,
     )  # fmt: skip
     tensors = whole_tensors(student)
     if os.environ.get("RANK", "0") == "0":
@@ -46,6 +49,7 @@ def main(how, folder, kill_at=None):
         said = {"bits": bits, "zeros": zeros, "zeros_before": num_zeros, "num_zeros": recovery.num_zeros}
         curve = [[point.step, point.tokens, point.kl] for point in recovery.curve]
         said |= {"curve": curve, "before": recovery.before.kl, "after": recovery.after.kl, "lr": recovery.lr}
+        said |= {"keeps_codes": are_equal(codes_of(student), codes)}
         (folder / f"{how}.json").write_text(json.dumps(said))
 
 

@@ -11,6 +11,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prunus.eligible import eligible
+from prunus.grids import OnGrid, check_on_grid, on_grids, put_on_grid_
+from prunus.ops.grid import Grid
+from prunus.ops.lazy import as_rows
 
 VOCAB, LENGTH = 1100, 12  # so many classes that the loss is computed in parts
 
@@ -43,6 +46,33 @@ def pruned(model, sparsity=0.6):
         flat = weight.parameter.view(-1)
         flat[flat.abs().argsort()[: round(sparsity * flat.numel())]] = 0
     return student
+
+
+@torch.no_grad()
+def in_codes(model, bits=4, group=8, only=""):
+    """The same model, each weight that can be pruned rounded to the nearest value of its grid."""
+    for weight in (each for each in eligible(model).weights if only in each.name):
+        parameter, grid = weight.parameter, Grid(bits, group, weight.outputs)
+        rows = as_rows(parameter, grid.outputs).float()
+        scales = torch.cat([grid.fitted(part, (part != 0).float()) for part in rows.split(group, 1)], 1)
+        values = grid.values(grid.codes(parameter, scales), scales, parameter.dtype)
+        parameter.copy_(torch.where(parameter == 0, parameter, values))
+        put_on_grid_(weight.module, weight.name.rpartition(".")[2], OnGrid(grid, scales))
+    return model
+
+
+def codes_of(model):
+    """Codes of the kept weights on grids, each of which must be on its grid."""
+    codes = {}
+    for name, on_grid in on_grids(model).items():
+        weight = model.get_parameter(name)
+        check_on_grid(name, weight, on_grid)
+        codes[name] = on_grid.grid.codes(weight, on_grid.scales)[weight != 0]
+    return codes
+
+
+def scales_of(model):
+    return {name: on_grid.scales.clone() for name, on_grid in on_grids(model).items()}
 
 
 def zeros_of(model):

@@ -6,7 +6,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from students import are_equal, bits_of, llama, pruned, sequences
+from students import are_equal, bits_of, in_codes, llama, pruned, scales_of, sequences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -46,7 +46,8 @@ def resumed_and_unbroken(student, teacher, batches, folder, monkeypatch, **optio
                 recovery = recover(own, teacher, batches(), **how)
             except Killed:
                 continue
-            ends.append((bits_of(own), recovery.curve))
+            scales = {f"{name} scales": values for name, values in scales_of(own).items()}
+            ends.append((bits_of(own) | scales, recovery.curve))
     return ends
 
 
@@ -125,3 +126,12 @@ def test_a_best_state_before_the_kill_is_kept(teacher, tmp_path, monkeypatch):
     student = pruned(teacher, 0.9)
     broken, unbroken = resumed_and_unbroken(student, teacher, lambda: sequences(12), tmp_path, monkeypatch, **options)
     assert are_equal(broken[0], unbroken[0]) and broken[1] == unbroken[1]
+
+
+@pytest.mark.parametrize("kind", [llama, Tied])
+def test_scales_of_codes_go_on_where_they_were(tmp_path, monkeypatch, kind):
+    torch.manual_seed(0)
+    model = kind()
+    student = in_codes(pruned(model).bfloat16())
+    broken, unbroken = resumed_and_unbroken(student, model, lambda: sequences(12), tmp_path, monkeypatch, lr=3e-3)
+    assert are_equal(broken[0], unbroken[0]) and broken[1] == unbroken[1] and broken[1][-1].kl < broken[1][0].kl

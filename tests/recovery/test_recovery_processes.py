@@ -45,6 +45,19 @@ def test_two_ranks_learn_what_one_does_and_go_on_after_a_kill(tmp_path, ranks_ho
     assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1) == one["zeros"] - _tied(model)
 
 
+@pytest.mark.slow
+def test_scales_of_codes_learn_on_two_ranks_what_they_learn_on_one_and_go_on_after_a_kill(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = run("one codes", tmp_path / "one")
+    assert run("ddp codes", tmp_path / "two", kill_at=8, ranks=2) is None
+    two = run("ddp codes", tmp_path / "two", ranks=2)
+    assert one["keeps_codes"] and two["keeps_codes"] and two["zeros"] == one["zeros"] == one["zeros_before"]
+    for ours, alone in zip(two["curve"], one["curve"], strict=True):
+        assert ours[:2] == alone[:2] and ours[2] == pytest.approx(alone[2], rel=0.02)
+    assert two["after"] < two["before"]
+
+
 def _tied(model):
     """Zeros of a tied head, which a state dict holds twice and a model once."""
     return int((model.lm_head.weight == 0).sum())

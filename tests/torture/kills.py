@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from every_encoding import grids, tensors
 from readers import flat
 from small_gpt import fewer_weights
 
@@ -59,6 +60,9 @@ def victims(home: Path) -> dict[str, Victim]:
     source = home / "source"
     _call(["train", *TRAIN, "--data", str(text), "--out", str(source)])
 
+    coded = home / "coded.safetensors"
+    prunus.save_sparse(tensors(), coded, grids=grids())
+
     def train(out: Path) -> list[str]:
         if (out / "run.json").is_file():
             return ["train", "--resume", "--out", str(out)]
@@ -71,6 +75,7 @@ def victims(home: Path) -> dict[str, Victim]:
         "study": Victim(lambda out: ["study", *study, "--out", str(out)], studied),
         "prune": Victim(lambda out: [*pruned, "--out", str(out)], tensors_of),
         "export": Victim(lambda out: ["export", str(source), "--out", str(out), "--check"], tensors_of),
+        "export of codes": Victim(lambda out: ["export", str(coded), "--out", str(out), "--check"], tensors_of),
         "ranks": Victim(
             lambda out: [*train(out), *([] if (out / "run.json").is_file() else ["--parallel", "ddp"])], trained, 2
         ),
@@ -204,7 +209,7 @@ def torture(
                 most = max(4, int(kill[1])) if kill[0] == "change" else most
                 break
         # export refuses a folder that is there, and so does prune, unless something is left to tidy up
-        is_done = name in ("prune", "export") and out.is_dir() and not _unfinished(out).is_dir()
+        is_done = name.startswith(("prune", "export")) and out.is_dir() and not _unfinished(out).is_dir()
         codes = [0] if is_done else _run(victim, out, None)
         counts["trials"] += 1
         try:

@@ -24,28 +24,37 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "fuzz")]
 import kills  # noqa: E402
 import payloads  # noqa: E402
 import torch  # noqa: E402
-from every_encoding import tensors  # noqa: E402
+from every_encoding import grids, tensors  # noqa: E402
 from fuzzing import fuzz  # noqa: E402
 
 import prunus  # noqa: E402
+from prunus.grids import OnGrid  # noqa: E402
 
-GOALS = {"train": 170, "study": 30, "prune": 170, "export": 130, "ranks": 20}  # kills in half an hour
+GOALS = {
+    "train": 170,
+    "study": 30,
+    "prune": 170,
+    "export": 90,
+    "export of codes": 40,
+    "ranks": 20,
+}  # kills in half an hour
 NUM_FLIPS, NUM_MUTATIONS = 4000, 20_000
-SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.06, "ranks": 0.1, "writers": 0.02, "flips": 0.05}
+SHARES = {"train": 0.16, "study": 0.08, "prune": 0.12, "export": 0.04, "export of codes": 0.02, "ranks": 0.1}
+SHARES |= {"writers": 0.02, "flips": 0.05}
 FLIPPED = ("checkpoint", "sharded checkpoint", "sparse file", "sparse shards")
 
 
 def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
     """Two processes save to one path, one of them is killed now and then: what lies there is one of the two, whole."""
     path, counts = home / "shared.safetensors", dict.fromkeys(("saves", "kills", "errors", "unreadable", "mixed"), 0)
-    values = [{name: value * factor for name, value in tensors().items()} for factor in (1, 2)]
+    values = {factor: {name: value * factor for name, value in tensors().items()} for factor in (1, 2)}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         children = []
-        for value in values:
+        for factor, value in values.items():
             child = os.fork()
             if not child:
-                _save_often(value, path)
+                _save_often(value, grids(factor), path)
             children.append(child)
         if rng.random() < 0.5:
             time.sleep(rng.uniform(0, 0.1))
@@ -56,20 +65,20 @@ def writers(home: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
         counts["saves"] += 20
         try:
             found = prunus.load_sparse(path)
-            whole = [all(torch.equal(found[name], tensor) for name, tensor in value.items()) for value in values]
+            whole = [all(torch.equal(found[name], one) for name, one in value.items()) for value in values.values()]
             counts["mixed"] += not any(whole)
         except (ValueError, OSError):
             counts["unreadable"] += 1
-        prunus.save_sparse(values[0], home / "later.safetensors")
+        prunus.save_sparse(values[1], home / "later.safetensors")
     counts["left behind"] = sum(1 for name in home.iterdir() if "part" in name.name)
     return counts
 
 
-def _save_often(value: dict[str, torch.Tensor], path: Path) -> None:
+def _save_often(value: dict[str, torch.Tensor], on_grids: dict[str, OnGrid], path: Path) -> None:
     code = 1
     try:
         for _ in range(10):
-            prunus.save_sparse(value, path)
+            prunus.save_sparse(value, path, grids=on_grids)
         code = 0
     finally:
         os._exit(code)
