@@ -55,7 +55,7 @@ FORMS: dict[str, Form] = {
 def quantised(
     model: nn.Module, batches: Sequence[Any], form: Form, has_mask: bool
 ) -> Iterator[tuple[nn.Module, float]]:
-    """The model in a form, or a copy of it by another package, and the seconds that it took; it is as before after."""
+    """The model in a form, or a copy by another package, and the seconds that it took; afterwards it is as before."""
     device = next(model.parameters()).device
     if form.peer:
         seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), batches), device)
