@@ -15,14 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from prunus.grids import OnGrid, grid_of, put_on_grid_
+from prunus.ops.grid import Grid
 from prunus.ops.machine import device_of
 from prunus.sparse import Decoder, SparseLinear, sparsify_, unsparsify_
 from prunus.sparse.choose import forms_of
 from prunus.sparse.model_layers import chosen, linear_weight
-from prunus.sparse.times import kind_of
+from prunus.sparse.times import kind_of, rounded_to_grid, scales_of_codes
 
 from .benchmark import Benchmark, Measured, Record, RecordTable, Row, random_llama, write_record
 from .clocks import in_turns, timed
+from .matvec import Int4Linear
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -31,13 +34,20 @@ FIRST = 8  # tokens whose time, and that of the prompt, is not counted
 GOALS = {  # times faster than dense, by way, zeros and batch
     ("decoder", "50%"): {1: 1.25, 4: 1.0, 8: 1.0, 16: 1.0},
     ("decoder", "80%"): {1: 2.0, 4: 1.5, 8: 1.3, 16: 1.1},
+    ("decoder", "50%, 4 bits"): {1: 1.8, 8: 1.3},
+    ("decoder", "80%, 4 bits"): {1: 2.2, 8: 1.5},
     ("generate", "50%"): {1: 1.0},
     ("generate", "80%"): {1: 1.0},
     ("generate, static cache", "50%"): {1: 1.1},
     ("generate, static cache", "80%"): {1: 1.4},
 }
 STATIC_GOAL = 1.5  # times faster that our dense decoder is than model.generate with a static cache
-SMALLER = {"50%": 0.68, "80%": 0.36}  # goals of the memory of the whole model over dense
+SMALLER = {
+    "50%": 0.68,
+    "80%": 0.36,
+    "50%, 4 bits": 0.32,
+    "80%, 4 bits": 0.26,
+}  # goals of the memory of the whole model over dense
 WAYS = {"decoder": "decoder", "compiled": "decoder, compiled", "generate": "generate"}
 WAYS |= {"static": "generate, static cache"}
 
@@ -47,7 +57,8 @@ class Decode(Benchmark):
     """Write text with a random pruned model of Llama-3-8B's shape: tokens a second, sparse beside dense."""
 
     blocks: int = 32  # of the model
-    zeros: tuple[str, ...] = ("50%", "80%")  # shares of zeros
+    # shares of zeros; kept weights may be in 4 bits, and "int4" is torch's own dense int4
+    zeros: tuple[str, ...] = ("50%", "80%", "50%, 4 bits", "80%, 4 bits", "int4")
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
     ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder", "compiled")  # to run the model
     generate_batches: tuple[int, ...] = (1,)  # those of batches that generate and static are run with
@@ -79,12 +90,12 @@ class Decode(Benchmark):
     def _rows(self, models: dict[str, Any], way: str, ids: Tensor) -> Iterator[Row]:
         """A row for each model, the dense one first."""
         batch = len(ids)
-        for model in (model for zeros, model in models.items() if zeros != "none"):
+        for model in (model for zeros, model in models.items() if zeros.partition("%")[1]):
             sparsify_again(model, batch)
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
         bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
         for zeros, (first, prompt, step) in times.items():
-            layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear))]
+            layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear, Int4Linear))]
             yield {
                 "way": way,
                 "zeros": zeros,
@@ -116,12 +127,27 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def pruned_model(dense: Any, zeros: str) -> Any:
-    """A copy with random zeros in all linear layers but the head."""
-    model = deepcopy(dense)
+    """A copy with random zeros in all linear layers but the head, and with what is kept in 4 bits if that is asked."""
+    model, (share, _, bits) = deepcopy(dense), zeros.partition("%")
+    if zeros == "int4":
+        return int4_(model)
     generator = torch.Generator(model.device).manual_seed(1)
-    for weight in map(linear_weight, chosen(model, exclude="lm_head*").values()):
+    for layer in chosen(model, exclude="lm_head*").values():
+        weight = linear_weight(layer)
         draw = torch.rand(weight.shape, generator=generator, device=weight.device)
-        weight.masked_fill_(draw < float(zeros.rstrip("%")) / 100, 0)
+        weight.masked_fill_(draw < float(share) / 100, 0)
+        if bits:
+            rounded, scales = rounded_to_grid(weight)
+            weight.copy_(rounded)
+            put_on_grid_(layer, "weight", OnGrid(Grid(4), scales))
+    return model
+
+
+def int4_(model: Any) -> Any:
+    """The same with torch's own dense int4 in all linear layers but the head."""
+    for name, layer in chosen(model, exclude="lm_head*").items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Int4Linear(*rounded_to_grid(linear_weight(layer))))
     return model
 
 
@@ -129,7 +155,9 @@ def sparsify_again(model: Any, batch: int) -> None:
     """The forms that are best for this batch size; a model that has them stays as it is."""
     if not hasattr(model, "kinds"):
         layers = chosen(model, exclude="lm_head*")
-        model.kinds, model.forms = {name: kind_of(linear_weight(layer)) for name, layer in layers.items()}, None
+        weights = {name: (linear_weight(layer), grid_of(layer)) for name, layer in layers.items()}
+        model.kinds = {name: kind_of(pair[0], scales_of_codes(*pair)) for name, pair in weights.items()}
+        model.forms = None
     forms = forms_of(model.kinds, batch, model.device, None)
     if forms != model.forms:
         unsparsify_(model)

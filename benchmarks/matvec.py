@@ -2,15 +2,26 @@
 
 import statistics
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from prunus.ops.grid import GROUP, Grid
 from prunus.ops.machine import device_of
-from prunus.sparse.times import LEAST_CALLS, Call, elapsed_us, formats_of, microseconds, num_copies
+from prunus.sparse.times import (
+    LEAST_CALLS,
+    Call,
+    WeightFormat,
+    elapsed_us,
+    formats_of,
+    microseconds,
+    num_copies,
+    rounded_to_grid,
+)
 
 from .benchmark import Benchmark, Measured, Record, RecordTable, Row
 from .clocks import copy_gb_s
@@ -18,8 +29,10 @@ from .clocks import copy_gb_s
 LARGE = ((4096, 14336), (8192, 8192))
 OTHERS = ((14336, 4096), (4096, 4096), (1024, 4096))
 GOALS = {"50%": 1.4, "80%": 2.6}  # times faster than dense
+CODED_GOALS = {"50%": 2.2, "80%": 3.0}  # of weights in 4 bits, of the first of the large shapes
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of a sum that is rounded once or twice
 NAMES = {"dense": "dense", "gaps": "prunus, gaps", "tiles": "prunus, tiles", "2:4": "2:4, cuSPARSELt"}
+NAMES |= {"coded": "prunus, 4 bits", "int4": "dense, torch's int4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +40,16 @@ class Matvec(Benchmark):
     """Multiply vectors by a pruned weight: dense, as ours keeps it, and 2:4 where the GPU can."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and vectors
+    bits: Literal[16, 4] = 16  # 4: weights on a grid, as codes too, with torch's own dense int4 beside them
     repeat: int = 15  # rounds that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
         device, dtype = device_of(self.device), getattr(torch, self.dtype)
         settings = {"dtype": self.dtype, "repeat": self.repeat, "copy_gb_s": copy_gb_s(device)}
-        return "matvec", settings, [row for case in cases(device) for row in rows_of(case, self.repeat, device, dtype)]
+        settings |= {"weights": "4 bits"} if self.bits == 4 else {}
+        chosen = coded_cases() if self.bits == 4 else cases(device)
+        return "matvec", settings, [row for case in chosen for row in rows_of(case, self.repeat, device, dtype)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Product:
     sparsity: float
     vectors: int = 1
     two_of_four: bool = False
+    is_coded: bool = False
 
     def weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Random, the zeros anywhere or two in four."""
@@ -68,18 +85,53 @@ def cases(device: torch.device) -> list[Product]:
     return [*one, *few, *small, *prompts]
 
 
+def coded_cases() -> list[Product]:
+    """Weights in 4 bits, in decoding of one text and of eight."""
+    shapes = (LARGE[0], OTHERS[0], OTHERS[1])
+    return [
+        Product(shape, sparsity, vectors, is_coded=True)
+        for shape in shapes
+        for sparsity in (0.5, 0.8)
+        for vectors in (1, 8)
+    ]
+
+
+class Int4Linear(nn.Module):
+    """torch's own dense int4 with groups of 128: every weight is one of 16 values, ``scale * (c - 7.5)``."""
+
+    def __init__(self, weight: Tensor, scales: Tensor) -> None:
+        super().__init__()
+        codes = Grid(4).codes(weight, scales)
+        scales = scales.t().to(weight.dtype)
+        self.register_buffer("scales", torch.stack([scales, scales / 2], 2).contiguous())  # times c - 8, and added
+        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack(pairs, 8))
+        self.num_bytes = self.packed.nbytes + self.scales.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ops.aten._weight_int4pack_mm(x.reshape(-1, x.shape[-1]), self.packed, GROUP, self.scales)
+        return y.view(*x.shape[:-1], -1)
+
+
 @torch.no_grad()
 def rows_of(case: Product, repeat: int, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """A row for each way, the dense one first; RuntimeError where a product is wrong."""
-    weight = case.weight(device, dtype)
+    weight, scales = case.weight(device, dtype), None
+    if case.is_coded:
+        weight, scales = rounded_to_grid(weight)
     x = torch.randn(case.vectors, case.shape[1], device=device).to(dtype)
     wide = torch.float64 if case.vectors <= 8 else torch.float32
-    exact = x.to(wide) @ weight.to(wide).t()
+    exact, formats = {"": x.to(wide) @ weight.to(wide).t()}, formats_of(weight, scales)
+    if scales is not None and device.type == "cuda" and dtype == torch.bfloat16:
+        grid, int4 = Grid(4), Int4Linear(weight, scales)
+        exact["int4"] = x.to(wide) @ grid.values(grid.codes(weight, scales), scales, wide).t()  # it has no zeros
+        formats["int4"] = WeightFormat(int4.num_bytes, lambda: deepcopy(int4))
     zeros = "2:4" if case.two_of_four else f"{case.sparsity:.0%}"
     dense_us = None
-    for name, way in formats_of(weight).items():
+    for name, way in formats.items():
         copies = [way.copy() for _ in range(num_copies(way.num_bytes))]
-        error = ((copies[0](x).to(wide) - exact).norm() / exact.norm()).item()
+        expected = exact.get(name, exact[""])
+        error = ((copies[0](x).to(wide) - expected).norm() / expected.norm()).item()
         if not error < CLOSE[dtype]:
             raise RuntimeError(f"{name} is off by {error:.1e} for {case}, so no speed is reported")
         us = microseconds([partial(copy, x) for copy in copies], device, repeat)
@@ -111,7 +163,9 @@ COLUMNS = (
 
 
 def goal_of(row: Row, record: Record) -> Row:
-    """Goals are those of one vector and a large bfloat16 weight in gap form on a GPU."""
+    """Goals are those of one vector and a large bfloat16 weight on a GPU: in gap form, and one shape in 4 bits."""
+    if row["way"] == NAMES["coded"] and row["vectors"] == 1 and row["shape"] == "4096 x 14336":
+        return {"goal": CODED_GOALS.get(row["zeros"])}
     is_large = row["shape"] in {f"{rows} x {width}" for rows, width in LARGE}
     is_meant = is_large and row["way"] == NAMES["gaps"] and row["vectors"] == 1
     is_gpu = record["environment"]["machine"].startswith("NVIDIA")

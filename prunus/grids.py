@@ -21,9 +21,9 @@ class OnGrid:
 
 
 def put_on_grid_(module: nn.Module, key: str, on_grid: OnGrid) -> None:
-    """Note that the parameter ``key`` of a module is on a grid; its values are not changed."""
+    """Note that the parameter ``key`` of a module is on a grid; its values are not changed, nor needed."""
     parameter = module.get_parameter(key)
-    scales = on_grid.scales.to(parameter.device, torch.bfloat16)
+    scales = on_grid.scales.to(None if parameter.is_meta else parameter.device, torch.bfloat16)
     if scales.shape != on_grid.grid.scales_shape(parameter.shape):
         wanted = on_grid.grid.scales_shape(parameter.shape)
         raise ValueError(f"a weight of {tuple(parameter.shape)} needs scales of {wanted}, got {tuple(scales.shape)}")

@@ -91,6 +91,8 @@ def _continues(name: str, args: list[str]) -> bool:
     """Whether a command that was stopped goes on where it was when it is called again."""
     if name == "study":
         return args[:1] not in (["merge"], ["show"], ["page"])
+    if name == "export":
+        return "--bits" in args
     return name in ("demo", "recover", "shrink") or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
 
 

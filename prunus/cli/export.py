@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from .console import print
+from .shared_options import Bits
 
 if TYPE_CHECKING:
     from ..export.convert import Exported
@@ -21,30 +22,44 @@ class Command:
     """Write a model in the small form, which gives every bit back, or in the plain form that any tool loads.
 
     The source is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train.
+
+    The option --bits rounds the kept weights of a folder or a checkpoint to few bits; its zeros stay. Killed, the same
+    command goes on with the next layers.
     """
 
     source: tyro.conf.Positional[Path]  # folder, .safetensors file, checkpoint.pt, or the run folder that holds it
     out: Path | None = None  # folder to make, or .safetensors file to write
     form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
     check: bool = False  # read back what was written, compare every bit, and load it as the model that it is
+    bits: Bits | None = None  # of each kept weight, which is rounded to so many before it is written
+    text: Path | None = None  # bits: calibration text, a file or a folder of them, read by the model's own tokenizer
+    tokens: Path | None = None  # bits: in place of text, calibration tokens (.u16, .bin, .u32 or .npy)
+    batches: Path | None = None  # bits: in place of text, named arrays (.npz), a row a sample
+    samples: int | None = None  # bits: calibration windows; by default up to 128
+    length: int = 0  # bits: tokens per window; 0 takes 256, or the model's longest
+    seed: int = 0  # bits: which calibration windows
     max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
     push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload --out to, or the source without it
     private: bool = False  # make that repository private, if it is new
     advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
-    device: str = "cpu"  # advise: where the model will run, cpu or cuda
+    device: str = "cpu"  # cpu or cuda; bits: where weights are rounded; advise: where the model will run
     batch: int = 1  # advise: sequences decoded at a time
-    tokens: int = 4096  # advise: of a prompt
+    prompt_tokens: int = 4096  # advise: of a prompt
 
 
 FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".gguf", ".onnx", ".h5", ".json", ".safetensor")
 OF_FILES = ("form", "check", "max_shard")
-ADVICE, WRITING = ("device", "batch", "tokens"), ("out", "form", "check", "max_shard", "push", "private")
+ADVICE, WRITING = ("batch", "prompt_tokens"), ("out", *OF_FILES, "push", "private", "bits")
+CALIBRATION = ("text", "tokens", "batches", "samples", "length", "seed")
 
 
 def run(command: Command) -> None:
     _refuse_unread(command)
     if command.advise:
         _advise(command)
+        return
+    if command.bits is not None:
+        _quantise(command, command.bits)
         return
     if command.private and command.push is None:
         raise ValueError("without --push nothing reads --private; leave it off")
@@ -73,20 +88,51 @@ def _check_push(command: Command) -> None:
 
 def _refuse_unread(command: Command) -> None:
     """An option that this way of calling would not read is a mistake."""
-    unread = WRITING if command.advise else ADVICE
-    defaults = {field.name: field.default for field in fields(command)}
-    for name in unread:
-        if getattr(command, name) != defaults[name]:
-            option = "--" + name.replace("_", "-")
-            if command.advise:
-                raise ValueError(f"--advise measures and writes nothing; leave off {option}, or --advise")
+    if command.advise and command.tokens is not None:
+        raise ValueError(f"--tokens is a file that --bits reads; write --prompt-tokens {command.tokens}")
+    for option in _given(command):
+        name = option[2:].replace("-", "_")
+        if command.advise and name in (*WRITING, *CALIBRATION):
+            raise ValueError(f"--advise measures and writes nothing; leave off {option}, or --advise")
+        if not command.advise and (name in ADVICE or (name == "device" and command.bits is None)):
             raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} off")
+        if command.bits is None and name in CALIBRATION:
+            raise ValueError(f"{option} says what --bits calibrates on; add --bits 4, or leave {option} off")
+        if command.bits is not None and name in OF_FILES:
+            raise ValueError(f"--bits writes the small form, which prunus doctor checks; leave off {option}, or --bits")
+
+
+def _given(command: Command) -> list[str]:
+    """Options that do not have their default, as they are written."""
+    named = [option for option in fields(command) if option.name != "source"]
+    return ["--" + one.name.replace("_", "-") for one in named if getattr(command, one.name) != one.default]
+
+
+def _quantise(command: Command, bits: Bits) -> None:
+    from .quantising import Quantising, export
+
+    if command.out is None or command.out.suffix.lower() in (*FILES, ".safetensors"):
+        raise ValueError(f"--bits writes a folder; pass --out with a new one, got {command.out}")
+    has_config = (command.source / "config.json").is_file()
+    if not has_config and _checkpoint(command.source) is None:
+        raise ValueError(
+            f"--bits runs the model, and {command.source} is neither a Hugging Face folder with config.json nor a "
+            "checkpoint of prunus train"
+        )
+    known = {name: getattr(command, name) for name in (*CALIBRATION, "out", "push", "private", "device")}
+    job = Quantising(model=str(command.source), bits=bits, **known)
+    for option in _given(command):
+        if not job.has_data and option in ("--samples", "--length", "--seed"):
+            raise ValueError(f"without --text, --tokens or --batches nothing reads {option}; leave it off")
+        if not has_config and option in ("--text", "--tokens", "--batches", "--length"):
+            raise ValueError(f"{command.source} is calibrated on the data that it was trained on; leave off {option}")
+    export(job)
 
 
 def _advise(command: Command) -> None:
     from ..sparse.advise import Load, advise
 
-    load, checkpoint = Load(command.batch, command.tokens), _checkpoint(command.source)
+    load, checkpoint = Load(command.batch, command.prompt_tokens), _checkpoint(command.source)
     if checkpoint is None:
         print(advise(command.source, command.device, load))
     else:

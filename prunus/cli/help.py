@@ -21,9 +21,9 @@ GROUPS = {
         "running": "precision parallel compile device eval_every eval_size save_every log_every track",
     },
     "prune": {
-        "usual": "out text tokens batches sparsity recover score scope samples device",
+        "usual": "out text tokens batches sparsity bits recover score samples device",
         "calibration": "eval_text eval_tokens eval_batches token_type start_token calibrate length eval_windows seed",
-        "selection": "allocate include exclude only",
+        "selection": "scope allocate include exclude only",
         "repair": "no_repair targets damping tune",
         "probe": "probe tau order reduction zero_gradient repair_probe",
         "output": "every_layer plot push private",
@@ -42,6 +42,12 @@ GROUPS = {
         "learning": "train length batch step_tokens",
         "evaluation": "eval_text eval_tokens eval_batches eval_windows",
         "running": "parallel offload_teacher compile bf16 token_type start_token",
+    },
+    "export": {
+        "usual": "out form bits text tokens batches check push device advise",
+        "quantising": "samples length seed",
+        "output": "max_shard private",
+        "advice": "batch prompt_tokens",
     },
     "study": {
         "usual": "base preset data scores sparsity seeds out dry_run devices time_limit",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..files.writer import Saved
     from ..oneshot.resources import Cost
     from ..recovery import Recovery
     from ..sparsity_report import SparsityReport
@@ -131,10 +132,13 @@ class Measure:
         return Offload(self.trained.model, weights, self.device).open()
 
 
-def write_folder(command: ModelCommand, trained: "TrainedModel", figures: Mapping[str, Any], **facts: Any) -> None:
+def write_folder(
+    command: ModelCommand, trained: "TrainedModel", figures: Mapping[str, Any], *, small: bool = False, **facts: Any
+) -> "Saved | None":
     """Write the folder, which appears when it is complete, and remove the one to work in.
 
-    ``figures`` are for result.json, beside the settings; ``facts`` are what the card says more.
+    ``figures`` are for result.json, beside the settings; ``facts`` are what the card says more. What became of each
+    tensor is returned of the small form.
     """
     from ..export.card import CardFacts, write_card
     from ..files.atomic import new_folder
@@ -145,11 +149,12 @@ def write_folder(command: ModelCommand, trained: "TrainedModel", figures: Mappin
     known = {name: figures[name] for name in ("command", "layers", "rows", "settings")}
     card = CardFacts(command.out.name, source=command.model, repo=command.push, **known, **facts)
     with new_folder(command.out, inside=command.unfinished) as part:
-        trained.save(part)
+        saved = trained.save(part, small=True) if small else trained.save(part)
         (part / "recovery.json").unlink(missing_ok=True)  # of a recovery before this command
         write_json(part / "result.json", figures)
         write_card(part, card)
     shutil.rmtree(command.unfinished, ignore_errors=True)
+    return saved
 
 
 def cost_figures(cost: "Cost", recovery: "Recovery | None") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from .model_work import (
     write_folder,
 )
 from .prune_options import Command, check, probe_of, selector_of
+from .quantising import print_bits, quantised, warn_if_dense
 
 if TYPE_CHECKING:
     from ..oneshot.resources import Cost
@@ -30,13 +31,16 @@ def run(command: Command) -> None:
 
     with working(command):
         outcome = _pruned(command)
-        write_folder(command, outcome.model, _figures(outcome), of_prunable=True)
+        how = {"small": command.bits is not None, "of_prunable": True}
+        saved = write_folder(command, outcome.model, _figures(outcome), **how)
     print_result(outcome, command.sparsity, is_probed=command.probe != "none", every_layer=command.every_layer)
     zeros = sparsity_report(command, outcome.model.model)
     print(
         f"{zeros.sparsity:.4%} of {zeros.num_prunable:,} prunable weights and {zeros.sparsity_of_all:.4%} of all "
         f"{zeros.num_parameters:,} are zero"
     )
+    if command.bits is not None and saved is not None:
+        print_bits(command, command.bits, outcome.in_bits.level, saved)
     if outcome.score == "wanda" and command.scope == "global":
         print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
     print_written(command, outcome.result.cost, outcome.recovery, "pruned")
@@ -69,13 +73,17 @@ def _pruned(command: Command) -> "Outcome":
             "of prunus that was trained with Adam; take --allocate fisher"
         )
     settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
+    if command.bits is not None and not command.sparsity:
+        warn_if_dense(command, trained.model)
     began, measure = time.perf_counter(), Measure(command, trained, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
     with sampler.running():
         rows = {"dense": measure()}
         # a repair has its folder for itself; beside it are tokens and the checkpoints of a recovery
         folder = command.unfinished if command.recover is None else command.unfinished / "repair"
-        more: dict[str, Any] = {"state": folder if repair and not probe else None, "probe": probe, "repair": repair}
+        bits = command.bits if recover is None else None  # what recovers is quantised when it has
+        more: dict[str, Any] = {"probe": probe, "repair": repair, "bits": bits}
+        more["state"] = folder if (repair or bits) and not probe else None
         result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
         reached = measure()
         if probe is not None:
@@ -88,13 +96,17 @@ def _pruned(command: Command) -> "Outcome":
         if repair is not None:
             with result.masks_alone():
                 rows["masks alone"] = measure()
-        rows["repaired" if repair else "probed" if probe else score or ""] = reached
-    recovery = None
+        name = "repaired" if repair else "probed" if probe else score or ""
+        rows[f"{name}, {bits} bits" if bits else name] = reached
+    outcome = Outcome(trained, result, rows, score)
     if recover is not None:
-        recovery = recover(result.dense())
+        outcome = replace(outcome, recovery=recover(result.dense()))
         rows["recovered"] = measure()
     result.level.originals = Originals()  # the dense weights, which nothing reads any more
-    outcome = Outcome(trained, result, rows, score, recovery=recovery)
+    if recover is not None and command.bits is not None:
+        outcome = replace(outcome, quantised=quantised(command, trained, command.bits))
+        result.cost.add_(outcome.in_bits.cost)
+        rows[f"recovered, {command.bits} bits"] = measure()
     if not command.profile:
         return outcome
     seconds = result.cost.parts | measure.clock.seconds
@@ -122,6 +134,8 @@ def _figures(outcome: "Outcome") -> dict[str, Any]:
     from .prune_tables import advice
 
     result, profile = outcome.result, outcome.profile
-    layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in result.layers]
+    layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in outcome.layers]
     figures = {"rows": outcome.rows, "layers": layers} | cost_figures(result.cost, outcome.recovery)
+    if (level := outcome.in_bits.level).grids:
+        figures["bits_a_weight"] = level.bits_a_weight
     return figures | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})

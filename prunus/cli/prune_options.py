@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .model_options import ModelCommand, check_model_options
-from .shared_options import Flag
+from .shared_options import Bits, Flag
 
 if TYPE_CHECKING:
     from ..oneshot import Probe
@@ -30,6 +30,7 @@ class Command(ModelCommand):
     score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
     scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
+    bits: Bits | None = None  # of each kept weight, which is rounded to so many: the folder is in the small form
     # how layers share the sparsity; fisher and moments by gradients, moments by those of the training run
     allocate: Literal["uniform", "depth", "erk", "fisher", "moments"] = "uniform"
     no_repair: Flag = False  # leave the weights that stay as they are
@@ -88,6 +89,10 @@ def check(command: Command) -> None:
     if command.scope == "2:4" and command.probe != "none":
         # 2:4 has one sparsity, so the score alone could not be compared with a probe, which prunes less
         raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
+    if command.bits is not None and command.probe != "none":
+        raise ValueError(
+            f"--bits does not go with --probe; prune, then quantise: prunus export {command.out} --bits {command.bits}"
+        )
     for option in fields(command):
         value, flag = getattr(command, option.name), f"--{option.name.replace('_', '-')}"
         if command.probe == "none" and option.name in OF_PROBE and value != option.default:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.table import Table
 
+from ..files.writer import SavedTensor
 from ..lab.gpu import GIB
-from ..oneshot import Layer, Result
+from ..oneshot import Layer, QuantizeResult, Result
 from ..recovery import Recovery
 from ..trained.model import TrainedModel
 from .console import print, wide_console
@@ -20,6 +21,7 @@ PARTS = {
     "factorisations": "inverses of Gram matrices",
     "iterations": "which weights stay",
     "refine": "what the weights that stay must be",
+    "bits": "kept weights rounded to few bits",
     "tune": "blocks tuned to the dense model's outputs",
     "batch norms": "statistics renewed",
     "inspection": "what can be batched and skipped in this model",
@@ -27,8 +29,6 @@ PARTS = {
     "evaluation": "held-out data",
     "other": "everything else",
 }
-
-ERRORS = ("error, mask alone", "repaired", "worst")  # of the outputs, relative: means over the layers, and the largest
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,42 @@ class Outcome:
     score: str | None = None  # None where the solver chose
     profile: Profile | None = None
     recovery: Recovery | None = None
+    quantised: QuantizeResult | None = None  # after a recovery
+
+    @property
+    def in_bits(self) -> Result:
+        """What put the weights onto grids, if they are."""
+        return self.quantised or self.result
+
+    @property
+    def layers(self) -> list[Layer]:
+        if self.quantised is None:
+            return self.result.layers
+        rounded = {layer.name: layer for layer in self.quantised.layers}
+        both = [(layer, rounded[layer.name]) for layer in self.result.layers]
+        return [replace(layer, bits=own.bits, bits_error=own.bits_error) for layer, own in both]
 
 
 def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:
     """One table of the layers and one of the models; ``asked`` is the sparsity asked for."""
-    result, rows, metric = outcome.result, outcome.rows, outcome.model.metric
+    result, console = outcome.result, wide_console()
+    is_recovered = outcome.quantised is not None
+    table = _kinds(outcome.layers, console.width, is_recovered=is_recovered)
+    console.print(_layers(outcome, is_probed=is_probed) if every_layer else table)
+    console.print(models_table(outcome.rows, outcome.model.metric))
+    if result.sparsity_before:
+        print(_zero_already(asked, result))
+    print(*result.notes)
+
+
+def models_table(rows: Mapping[str, Mapping[str, float]], metric: str) -> Table:
     table = Table(title="on held-out data")
     for heading in ("model", "sparsity", metric):
         table.add_column(heading)
     for name, row in rows.items():
         name = "as it came" if name == "dense" and row["sparsity"] else name
         table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
-    console = wide_console()
-    console.print(_layers(result, is_probed=is_probed) if every_layer else _kinds(result.layers, console.width))
-    console.print(table)
-    if result.sparsity_before:
-        print(_zero_already(asked, result))
-    print(*result.notes)
+    return table
 
 
 def _zero_already(asked: float, result: Result) -> str:
@@ -135,54 +154,101 @@ def _zero_already(asked: float, result: Result) -> str:
     return said
 
 
-def _kinds(layers: Sequence[Layer], width: int) -> Table:
-    """One row for all layers whose names differ in numbers only; in a narrow terminal without the last columns."""
+def _errors(layers: Sequence[Layer], *, is_recovered: bool) -> dict[str, str]:
+    """Headings of errors of the outputs, relative, each with the name of a layer's figure.
+
+    The error in few bits is of outputs as the dense model has them; after a recovery, as the recovered one has them.
+    """
+    errors = {}
+    if any(layer.error is not None for layer in layers):
+        errors = {"error, mask alone": "mask_error", "repaired": "error"}
+    if numbers := {layer.bits for layer in layers if layer.bits_error is not None}:
+        heading = f"in {numbers.pop()} bits"
+        errors[f"{heading} alone" if is_recovered else heading if errors else f"error, {heading}"] = "bits_error"
+    return errors
+
+
+def _kinds(layers: Sequence[Layer], width: int, *, is_recovered: bool = False) -> Table:
+    """One row for all layers whose names differ in numbers only."""
+    rows, errors = [], _errors(layers, is_recovered=is_recovered)
+    for kind, alike in _by_kind(layers).items():
+        num_pruned = sum(layer.num_pruned for layer in alike)
+        cells = {"layers": kind, "number": str(len(alike)), "weights pruned": f"{num_pruned:,}"}
+        rows.append(cells | {"sparsity": _spread(alike)} | _means(alike, errors))
+    title = "what was pruned, by kind of layer (--every-layer shows every one)"
+    return _fitting_table(title, rows, width, ("worst", "number", "weights pruned"))
+
+
+def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], width: int) -> Table:
+    """One row for all layers whose names differ in numbers only, with what each kind takes in the file."""
+    rows, layers = [], result.layers
+    errors = _errors(layers, is_recovered=False)
+    for kind, alike in _by_kind(layers).items():
+        tensors = [saved[layer.name] for layer in alike if layer.name in saved]
+        before, after = (sum(getattr(one, name) for one in tensors) for name in ("dense_bytes", "stored_bytes"))
+        sizes = {
+            "bits a weight": f"{8 * after / max(1, sum(one.numel for one in tensors)):.2f}",
+            "bytes before": f"{before:,}",
+            "after": f"{after:,}",
+        }
+        cells = {"layers": kind, "number": str(len(alike)), "sparsity": _spread(alike)}
+        rows.append(cells | _means(alike, errors) | sizes)
+    return _fitting_table("what was quantised, by kind of layer", rows, width, ("worst", "number", "bytes before"))
+
+
+def _by_kind(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
         kinds.setdefault(re.sub(r"\d+", "*", layer.name.removesuffix(".weight")), []).append(layer)
-    is_repaired = any(layer.error is not None for layer in layers)
-    table = Table(title="what was pruned, by kind of layer (--every-layer shows every one)")
-    headings = ("layers", "number", "weights pruned", "sparsity", *(ERRORS if is_repaired else ()))
-    rows = []
-    for kind, found in kinds.items():
-        num_pruned, num = sum(layer.num_pruned for layer in found), sum(layer.num_weights for layer in found)
-        least, most = min(layer.sparsity for layer in found), max(layer.sparsity for layer in found)
-        spread = f"{least:.1%} to {most:.1%}" if most - least > 0.0005 else f"{num_pruned / max(1, num):.2%}"
-        cells = [kind, str(len(found)), f"{num_pruned:,}", spread]
-        errors = [(layer.mask_error, layer.error) for layer in found if layer.error is not None]
-        if is_repaired and errors:
-            before, after = ([error or 0.0 for error in each] for each in zip(*errors, strict=True))
-            cells += [f"{sum(before) / len(before):.4f}", f"{sum(after) / len(after):.4f}", f"{max(after):.4f}"]
-        rows.append(dict(zip(headings, cells, strict=False)))
-    wide = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) + 3 for name in headings}
-    for name in ("worst", "number", "weights pruned"):
+    return kinds
+
+
+def _spread(layers: Sequence[Layer]) -> str:
+    num_pruned, num = sum(layer.num_pruned for layer in layers), sum(layer.num_weights for layer in layers)
+    least, most = min(layer.sparsity for layer in layers), max(layer.sparsity for layer in layers)
+    return f"{least:.1%} to {most:.1%}" if most - least > 0.0005 else f"{num_pruned / max(1, num):.2%}"
+
+
+def _means(layers: Sequence[Layer], errors: Mapping[str, str]) -> dict[str, str]:
+    """Means of errors over the layers that have them, and the largest of the last kind."""
+    cells, values = {}, []
+    for heading, name in errors.items():
+        values = [value for layer in layers if (value := getattr(layer, name)) is not None]
+        cells[heading] = f"{sum(values) / len(values):.4f}" if values else ""
+    return cells | ({"worst": f"{max(values):.4f}" if values else ""} if errors else {})
+
+
+def _fitting_table(title: str, rows: Sequence[Mapping[str, str]], width: int, first_to_go: Sequence[str]) -> Table:
+    """A table that cuts no name: a narrow terminal gets fewer columns."""
+    wide = {name: max(len(name), *(len(row[name]) for row in rows)) + 3 for name in rows[0]} if rows else {}
+    for name in first_to_go:
         if name in wide and sum(wide.values()) >= width:
             del wide[name]
+    table = Table(title=title)
     for name in wide:
         table.add_column(name, justify="left" if name == "layers" else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(row.get(name, "") for name in wide))
+        table.add_row(*(row[name] for name in wide))
     return table
 
 
-def _layers(result: Result, *, is_probed: bool) -> Table:
+def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
     """One row per layer; columns of the probe are left out without one."""
     table = Table(title="what was pruned in each layer")
-    of_probe = ("no gradient", "not finite", "tau") if is_probed else ()
-    of_repair = ("error, mask alone", "error") if result.errors else ()
+    layers, of_probe = outcome.layers, ("no gradient", "not finite", "tau") if is_probed else ()
+    errors = _errors(layers, is_recovered=outcome.quantised is not None)
     proposed = ["weights proposed"] if is_probed else []
-    headings = ("layer", "shape", *proposed, "weights pruned", "sparsity", *of_probe, *of_repair)
+    headings = ("layer", "shape", *proposed, "weights pruned", "sparsity", *of_probe, *errors)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
-    for layer in result.layers:
+    for layer in layers:
         shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
         cells = [f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}"]
         if is_probed:
             cells.insert(0, f"{layer.num_candidates:,}")
             cells += [str(layer.num_zero_gradient), str(layer.num_not_finite), tau]
-        if result.errors:
-            cells += ["" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error)]
-        table.add_row(layer.name, shape, *cells)
+        figures = [getattr(layer, name) for name in errors.values()]
+        table.add_row(layer.name, shape, *cells, *("" if error is None else f"{error:.4f}" for error in figures))
     return table
 
 

@@ -8,6 +8,7 @@ import tyro
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 TokenType = Literal["auto", "uint16", "uint32"]
+Bits = Literal[8, 4, 3]
 StartToken = Literal["auto", "yes", "no"]
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 

@@ -13,8 +13,9 @@ from ..files.checksum import hexadecimal
 from ..files.json_file import read_json, to_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
+from ..files.writer import Saved
 from ..oneshot.progress import progress_line
-from ..trained.model import ModelSource, TrainedModel
+from ..trained.model import ModelSource, TrainedModel, save_small
 from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
 from .data.batches import ImageShape, TokenShape
 from .evaluate import loss_of
@@ -32,12 +33,17 @@ def export_checkpoint(path: Path, job: ExportJob) -> Exported:
     tensors: dict[str, Tensor] = state["model"]
     for name, packed in ((state["pruner"] or {}).get("masks") or {}).items():
         check_pruned(name, tensors[name], packed)
-    shape = _shape(state["run"]["model"], {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    description = {"run": state["run"], "step": state["step"], "shape": shape}
-    description["crc32"] = hexadecimal(to_json(description).encode())
     source = in_memory(tensors)
     before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
-    return to_folder(source, job, before, str(path), lambda part: write_json(part / "run.json", description))
+    return to_folder(source, job, before, str(path), lambda part: _describe(state, part))
+
+
+def _describe(state: Mapping[str, Any], folder: Path) -> None:
+    """Write run.json, from which the model of a checkpoint is built again."""
+    shape = _shape(state["run"]["model"], {name: tuple(tensor.shape) for name, tensor in state["model"].items()})
+    description = {"run": state["run"], "step": state["step"], "shape": shape}
+    description["crc32"] = hexadecimal(to_json(description).encode())
+    write_json(folder / "run.json", description)
 
 
 def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
@@ -101,8 +107,13 @@ def from_checkpoint(source: ModelSource) -> TrainedModel | None:
             quality = training.evaluate(show)
         return quality.accuracy if images else quality.perplexity
 
-    def save(out: Path) -> None:
-        save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
+    def save(out: Path, *, small: bool = False) -> Saved | None:
+        if not small:
+            save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
+            return None
+        saved = save_small(training.model, out)
+        _describe(state, out)
+        return saved
 
     metric = "accuracy" if images else "perplexity"
     names = {parameter: name for name, parameter in training.model.named_parameters()}

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _nvrtc
+from .coded_tiles import CodedTiles
 from .gaps import Gaps
-from .tiles import COLUMNS, ROWS, Tiles
+from .tiles import COLUMNS, ROWS, TileForm
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
+CODED_WARPS, CODED_STAGES, CODED_GROUP = 8, 3, 2  # stages of a group of tiles, as the kernel says
 GAP_WARPS = 32
 DENSE_WARPS = 8
 Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it was prepared for, and a bias
@@ -26,20 +28,28 @@ def can_tile(device: torch.device) -> bool:
     return device.type == "cuda" and _nvrtc.is_there() and torch.cuda.get_device_capability(device) >= TILE_FROM
 
 
-def tile_product(tiles: Tiles, num: int, device: int) -> Product:
+def tile_product(tiles: TileForm, num: int, device: int) -> Product:
     """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors, up to 16, of the type of the tiles.
 
     What its calls have in common is prepared here; it has the addresses of the tiles, and may live as long as they do.
     """
     num_rows, width = tiles.shape
-    vectors, missing = 8 if num <= 8 else 16, -width % COLUMNS
-    kernel = _nvrtc.kernel(f"tile_product<{TYPES[tiles.dtype]}, {vectors}, {TILE_WARPS}>", device)
-    shared = 512 + TILE_WARPS * max(2 * tiles.stage, ROWS * vectors * 4)
+    vectors, missing, blocks = 8 if num <= 8 else 16, -width % COLUMNS, -(-num_rows // ROWS)
+    kind, sums = f"{TYPES[tiles.dtype]}, {vectors}", ROWS * vectors * 4
+    if isinstance(tiles, CodedTiles):
+        warps, staged = CODED_WARPS, CODED_STAGES * CODED_GROUP * tiles.stage
+        kernel = _nvrtc.kernel(f"coded_product<{kind}, {warps}, {CODED_STAGES}, {CODED_GROUP}>", device)
+        shared = 512 + warps * (staged + sums)
+        blocks = min(blocks, kernel.resident(warps * 32, shared))
+    else:
+        warps = TILE_WARPS
+        kernel = _nvrtc.kernel(f"tile_product<{kind}, {warps}>", device)
+        shared = 512 + warps * max(2 * tiles.stage, sums)
     sizes = (num_rows, width + missing, tiles.across, num, tiles.stage)
     args = (tiles.data.data_ptr(), tiles.starts.data_ptr(), 0, 0, 0, *sizes)
-    launch = _nvrtc.Launch(kernel, -(-num_rows // ROWS), TILE_WARPS * 32, shared, args, slice(2, 5))
+    launch = _nvrtc.Launch(kernel, blocks, warps * 32, shared, args, slice(2, 5))
 
-    def run(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
+    def run(x: Tensor, tiles: TileForm, bias: Tensor | None) -> Tensor:
         *batch, _ = x.shape
         y = x.new_empty(*batch, num_rows)
         x = (pad(x, (0, missing)) if missing else x).contiguous()
@@ -51,13 +61,14 @@ def tile_product(tiles: Tiles, num: int, device: int) -> Product:
     return run
 
 
-def tile_dense(tiles: Tiles) -> Tensor:
+def tile_dense(tiles: TileForm) -> Tensor:
     """The matrix with its zeros."""
     num_rows, width = tiles.shape
     out = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
     num_tiles = len(tiles.starts) - 1
     if out.numel():
-        kernel = _nvrtc.kernel("tile_dense", out.get_device())
+        name = f"coded_dense<{TYPES[tiles.dtype]}>" if isinstance(tiles, CodedTiles) else "tile_dense"
+        kernel = _nvrtc.kernel(name, out.get_device())
         at = (tiles.data.data_ptr(), tiles.starts.data_ptr(), out.data_ptr())
         kernel(-(-num_tiles // 8), 256, 0, (*at, num_rows, width, tiles.across, num_tiles))
     return out

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from ..files.reader import open_tensors
+from ..grids import OnGrid, grid_of
 from ..ops.machine import device_of
 from .choose import SPARSE_FROM, choose
 from .decoder import Decoder
 from .model_layers import check_values, chosen, linear_weight, why_not
 from .product import check_device
-from .times import Times, WeightKind, kind_of, machine_name, winner
+from .times import Times, WeightKind, kind_of, machine_name, scales_of_codes, winner
 
 EMBEDDING = re.compile(r"embed|wte|wpe|position")  # tables that are looked up in, not multiplied by
 AnySource = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
@@ -105,10 +106,10 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
     check_device(device)
     kinds = {}
     with torch.no_grad():
-        for name, weight in _weights(source):
+        for name, weight, on_grid in _weights(source):
             check_values(name, weight)
             if why_not(weight) is None:
-                kinds[name] = kind_of(weight)
+                kinds[name] = kind_of(weight, scales_of_codes(weight, on_grid))
     rows: dict[tuple[WeightKind, int], LayerTimes] = {}
     decode, prefill = (choose(kinds, vectors, device) for vectors in (load.batch, load.tokens))
     for one, many in zip(decode, prefill, strict=True):
@@ -123,18 +124,18 @@ def advise(source: AnySource, device: torch.device | str = "cpu", load: Load = L
     return Advice(machine_name(device), load, list(rows.values()), dense_bytes, step and 1e6 * step)
 
 
-def _weights(source: AnySource) -> Iterator[tuple[str, Tensor]]:
-    """Matrices by name that may be weights of linear layers, one at a time."""
+def _weights(source: AnySource) -> Iterator[tuple[str, Tensor, OnGrid | None]]:
+    """Matrices by name that may be weights of linear layers, one at a time, and their grids."""
     if isinstance(source, nn.Module):
         for name, layer in chosen(source).items():
-            yield f"{name}.weight", linear_weight(layer)
+            yield f"{name}.weight", linear_weight(layer), grid_of(layer)
     elif isinstance(source, Mapping):
-        yield from ((name, weight.detach()) for name, weight in source.items() if weight.ndim == 2)
+        yield from ((name, weight.detach(), None) for name, weight in source.items() if weight.ndim == 2)
     else:
         with open_tensors(Path(source)) as tensors:
             for name, record in tensors.records.items():
                 if record.same_as is None and len(record.layout.shape) == 2 and name.endswith("weight"):
-                    yield name, tensors.read(name)
+                    yield name, *tensors.read_on_grid(name)
 
 
 def _table(rows: list[LayerTimes], load: Load) -> list[str]:

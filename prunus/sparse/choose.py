@@ -9,7 +9,7 @@ from ._cuda import can_tile
 from .tiles import DTYPES as TILE_DTYPES
 from .times import Times, WeightKind, times_of, winner
 
-FORMS = ("gaps", "tiles")
+FORMS = ("gaps", "tiles", "coded")
 SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
 # the last parts of names of layers that read the same input, so that their products can be one
 SIBLINGS = (
@@ -24,11 +24,11 @@ SIBLINGS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that are multiplied as one, and the microseconds of that dense, in the better sparse form, and as 2:4."""
+    """Layers that are multiplied as one, and the microseconds of that dense, in the best sparse form, and as 2:4."""
 
     names: list[str]
     kind: WeightKind  # of all rows together
-    form: str  # the better sparse one, "gaps" or "tiles"
+    form: str  # the best sparse one, "gaps", "tiles" or "coded"
     times: Times
 
     @property
@@ -48,7 +48,7 @@ def groups_of(kinds: Mapping[str, WeightKind]) -> list[list[str]]:
     for name, kind in kinds.items():
         parent, _, last = name.removesuffix(".weight").rpartition(".")
         number = next((i for i, names in enumerate(SIBLINGS) if last in names), None)
-        key = name if number is None else (parent, number, kind.shape[1], kind.dtype)
+        key = name if number is None else (parent, number, kind.shape[1], kind.dtype, kind.is_coded)
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 
@@ -57,7 +57,8 @@ def _choice(names: list[str], kinds: Mapping[str, WeightKind], vectors: int, dev
     parts = [kinds[name] for name in names]
     num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
     sparsity = sum(part.sparsity * part.shape[0] for part in parts) / max(1, num_rows)
-    kind = WeightKind((num_rows, width), parts[0].dtype, sparsity, all(part.two_of_four for part in parts))
+    two_of_four, is_coded = (all(getattr(part, name) for part in parts) for name in ("two_of_four", "is_coded"))
+    kind = WeightKind((num_rows, width), parts[0].dtype, sparsity, two_of_four, is_coded)
     alone = [times_of(part, vectors, device) for part in parts]
     times = {way: sum(each[way] for each in alone) for way in ("dense", "2:4") if all(way in each for each in alone)}
     whole = times_of(kind, vectors, device) if len(parts) > 1 else alone[0]
@@ -75,6 +76,11 @@ def forms_of(
 
 
 def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:
-    """The form where nothing is measured: the gap form is better for one vector, and for few where most is zero."""
+    """The form where nothing is measured: codes where a weight has them, since they are the smallest.
+
+    Of the others the gap form is better for one vector, and for few where most is zero.
+    """
     is_tiled = can_tile(device) and kind.dtype in TILE_DTYPES
+    if is_tiled and kind.is_coded:
+        return "coded"
     return "tiles" if is_tiled and vectors > (1 if kind.sparsity < 0.7 else 4) else "gaps"

@@ -53,6 +53,20 @@ __device__ u32 word_at(u32 shared) {
   return word;
 }
 
+template <int BYTES> struct Words { u32 w[BYTES > 4 ? BYTES / 4 : 1]; };
+
+template <int BYTES> __device__ Words<BYTES> words_at(u32 shared) {
+  Words<BYTES> r;
+  if constexpr (BYTES == 4) r.w[0] = word_at(shared);
+  if constexpr (BYTES == 8)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "r"(shared));
+  if constexpr (BYTES == 16)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+                 : "r"(shared));
+  return r;
+}
+
 __device__ u32 address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
 
 // ---- Tiles: 16 rows by 128 columns each, dense again in registers, multiplied by the matrix units -----------------
@@ -121,6 +135,26 @@ __device__ Places places_of(u32 bits, int lane) {
 template <int SCALE> __device__ u32 place(const Places& p, int r, int j, u32 start) {
   const u32 below = j == 0 ? 0 : (SCALE * 0x01010101u) >> (32 - 8 * j);
   return dot4(p.before[r], (u32)SCALE << (8 * j), dot4(p.all[r], below, start));
+}
+
+// the sums of all warps and the bias, for 16 rows and all vectors; `total` is (warps, 16 rows, vectors), in shared memory
+template <int TYPE, int VECTORS, int WARPS>
+__device__ void write_sums(const float* sums, float* total, const u16* bias, u16* y, int first, int rows, int vectors) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < VECTORS / 8; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      total[(warp * 16 + g + (i >> 1) * 8) * VECTORS + n * 8 + 2 * t + (i & 1)] = sums[n * 4 + i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * VECTORS; i += WARPS * 32) {
+    const int row = first + (i & 15), vector = i >> 4;
+    if (row >= rows || vector >= vectors) continue;
+    float sum = bias ? number<TYPE>(bias + row) : 0.f;
+    for (int w = 0; w < WARPS; w++) sum += total[(w * 16 + (i & 15)) * VECTORS + vector];
+    put<TYPE>(y + (u64)vector * rows + row, sum);
+  }
 }
 
 // x is (vectors, width), width a multiple of 128; VECTORS is 8 or 16, of which the last ones may be missing
@@ -199,21 +233,16 @@ tile_product(const uint4* data, const int* starts, const u16* x, const u16* bias
     parity ^= slot == 0;
   }
 
-  __syncthreads();
-  float* total = (float*)(memory + HEAD);  // (warps, 16 rows, vectors)
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      total[(warp * 16 + g + (i >> 1) * 8) * VECTORS + n * 8 + 2 * t + (i & 1)] = sums[n][i];
-  __syncthreads();
-  for (int i = threadIdx.x; i < 16 * VECTORS; i += WARPS * 32) {
-    const int row = blockIdx.x * 16 + (i & 15), vector = i >> 4;
-    if (row >= rows || vector >= vectors) continue;
-    float sum = bias ? number<TYPE>(bias + row) : 0.f;
-    for (int w = 0; w < WARPS; w++) sum += total[(w * 16 + (i & 15)) * VECTORS + vector];
-    put<TYPE>(y + (u64)vector * rows + row, sum);
-  }
+  write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, blockIdx.x * 16, rows, vectors);
+}
+
+// eight neighbouring numbers of a row, from a column that is a multiple of eight
+template <typename T> __device__ void put_eight(T* to, const T* v, int column, int width) {
+  if (sizeof(T) == 2 && width % 8 == 0 && column < width)
+    *(uint4*)to = make_uint4((u32)v[0] | (u32)v[1] << 16, (u32)v[2] | (u32)v[3] << 16, (u32)v[4] | (u32)v[5] << 16,
+                             (u32)v[6] | (u32)v[7] << 16);
+  else
+    for (int e = 0; e < 8; e++) if (column + e < width) to[e] = v[e];
 }
 
 // the matrix with its zeros, a warp for each tile
@@ -247,12 +276,218 @@ tile_dense(const uint4* data, const int* starts, u16* out, int rows, int width, 
           q += is_here;
         }
       }
-      if (row >= rows) continue;
-      u16* to = out + (u64)row * width + column;
-      if (width % 8 == 0 && column < width)
-        *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-      else
-        for (int e = 0; e < 8; e++) if (column + e < width) to[e] = v[e];
+      if (row < rows) put_eight(out + (u64)row * width + column, v, column, width);
+    }
+  }
+}
+
+// ---- Coded tiles: 4-bit codes and a scale for each row of a tile -----------------------------------------------------
+//
+// coded_tiles.py says what a tile holds. A number of A is 16 + c (bfloat16) or 64 + c (float16), and for a pruned weight
+// 16 + 7.5 or 64 + 7.5: all are too large by the same middle, which a second matrix instruction takes off. So nothing is
+// selected: the four bits of a lane's four columns say which bytes of the codes a permutation puts where.
+
+template <int TYPE> struct Code {  // bfloat16: codes are bits 3 to 6 of the low byte
+  static constexpr u32 LEFT = 3, RIGHT = 1, BITS = 0x78787878u, SET = 0x80808080u, MIDDLE = 0x41bcu, MINUS = 0xc1bcc1bcu;
+};
+template <> struct Code<1> {  // float16: bits 4 to 7
+  static constexpr u32 LEFT = 4, RIGHT = 0, BITS = 0xf0f0f0f0u, SET = 0, MIDDLE = 0x5478u, MINUS = 0xd478d478u;
+};
+
+// the word itself, of lane `lane`: the compiler computes what it could compute again, but keeps what is shuffled
+__device__ u32 kept(u32 word, int lane) { return __shfl_sync(~0u, word, lane); }
+
+__device__ u32 and_or(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+__device__ u32 permute(u32 a, u32 b, u32 selector) {  // by its low half
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// the bytes for four columns, where the nibbles of `places` are the bytes of the codes 0 to 3
+__device__ u32 selector(u32 bits, u32 places, u32 middle_low, u32 middle_high) {
+  u32 s = 0;
+  for (int e = 0; e < 4; e++) {
+    const bool is_here = bits >> e & 1;
+    s |= ((is_here ? places & 15 : middle_low) | middle_high << 4) << (8 * e);
+    if (is_here) places >>= 4;
+  }
+  return s;
+}
+
+// the number of a lane's codes before the middle of pair j, in this half
+__device__ u32 before_middle(u32 bits, int j) { return __popc(bits & (0xfffffff >> (24 - 8 * j))); }
+
+// that between the middles of pairs j and j + 1
+__device__ u32 num_between(u32 bits, int j) { return __popc(bits & (0xff0u << (8 * j))); }
+
+// the number of codes before this lane's, of each half, and that of all
+__device__ uint3 codes_before(u32 bits0, u32 bits1) {
+  const u32 own = __popc(bits0) | __popc(bits1) << 16;
+  u32 sum = own;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2)
+    asm volatile("{.reg .pred p; .reg .u32 r; shfl.sync.up.b32 r|p, %0, %1, 0, -1; @p add.u32 %0, %0, r;}"
+                 : "+r"(sum)
+                 : "r"(d));
+  const u32 all = __shfl_sync(~0u, sum, 31);
+  sum -= own;
+  return make_uint3(sum & 0xffff, (all & 0xffff) + (sum >> 16), (all & 0xffff) + (all >> 16));
+}
+
+// a warp copies GROUP neighbouring tiles at a time, and has STAGES such copies in shared memory, or on their way: those
+// of the next 16 rows of its block too, so that it does not wait for them
+template <int TYPE, int VECTORS, int WARPS, int STAGES, int GROUP>
+__global__ void __launch_bounds__(WARPS * 32)
+coded_product(const uint4* data, const int* starts, const u16* x, const u16* bias, u16* y, int rows, int width,
+              int tiles, int vectors, int stage) {
+  extern __shared__ __align__(128) u8 memory[];
+  typedef Code<TYPE> C;
+  constexpr int N = VECTORS / 8, HEAD = 512, SUMS = WARPS * 16 * VECTORS * 4, STEP = WARPS * GROUP;
+  constexpr u32 UP = 0xffffu, DOWN = 0xffff0000u;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, size = GROUP * stage;
+  const u32 barriers = address(memory) + warp * STAGES * 8, ring = address(memory) + HEAD + SUMS + warp * STAGES * size;
+  if (lane < STAGES) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * lane) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+
+  const int blocks = (rows + 15) / 16, each = max(0, (tiles - warp * GROUP + STEP - 1) / STEP);  // groups in 16 rows
+  const int all = each * ((blocks - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x);
+  const uint4* from = data;  // each lane knows one of the next 32 groups of the warp, and copies it
+  int bytes = 0, asked = 0;
+  auto fetch = [&](int slot) {
+    if (asked % 32 == 0) {
+      const int group = asked + lane;
+      bytes = 0;
+      if (group < all) {
+        const int tile = warp * GROUP + group % each * STEP;
+        const int* its = starts + (u64)(blockIdx.x + group / each * gridDim.x) * tiles + tile;
+        from = data + its[0], bytes = (its[min(GROUP, tiles - tile)] - its[0]) * 16;
+      }
+    }
+    if (lane == asked % 32 && bytes) copy(ring + slot * size, from, bytes, barriers + 8 * slot);
+    asked++;
+  };
+#pragma unroll
+  for (int slot = 0; slot < STAGES - 1; slot++) fetch(slot);
+
+  const u32 above = kept(selector(lane & 15, 0x0415, 2, 3), lane), below = kept(selector(lane & 15, 0x7362, 0, 1), lane);
+  const u32 none = vectors >> 31;  // 0, which the compiler does not know: it keeps what it is part of in registers
+  const u32 minus[4] = {C::MINUS | none, C::MINUS + (none & 1), C::MINUS - (none & 2), C::MINUS ^ (none & 4)};
+  const u32 upper_set = ((C::SET & UP) | C::MIDDLE << 16) ^ none, lower_set = ((C::SET & DOWN) | C::MIDDLE) ^ none;
+  const u32 set = C::SET ^ none;
+  const uint4* columns[N];  // what this lane reads of x
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    columns[n] = (const uint4*)(x + (u64)min(n * 8 + g, vectors - 1) * width + warp * GROUP * 128 + t * 8);
+  uint4 b[N][4] = {};
+  int slot = 0;
+  u32 parity = 0;
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
+    float sums[N][4] = {};
+    for (int first = warp * GROUP; first < tiles; first += STEP) {
+      __syncwarp();
+      fetch(slot ? slot - 1 : STAGES - 1);
+      wait(barriers + 8 * slot, parity);
+      u32 at = ring + slot * size;
+      const int last = min(first + GROUP, tiles);
+      const uint4* here[N];
+#pragma unroll
+      for (int n = 0; n < N; n++) here[n] = columns[n], columns[n] += STEP * 16;
+#pragma unroll 1
+      for (int tile = first; tile < last; tile++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          if (n * 8 + g < vectors)
+#pragma unroll
+            for (int i = 0; i < 4; i++) b[n][i] = here[n][i * 4];
+          here[n] += 16;
+        }
+        const u32 scales = word_at(at + 256 + 4 * g);
+        const Words<8> own = words_at<8>(at + lane * 8);
+        const uint3 before = codes_before(own.w[0], own.w[1]);
+        float part[N][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 bits = own.w[half], start = (at + 288) * 8 - 16 + (half ? before.y : before.x) * 4;
+          u32 z[4], s0[4], s1[4];  // codes around the middle of each pair, and where the bytes of its two rows are
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {  // the next middle is at most 8 codes further on
+            const u32 q = start + before_middle(bits, j) * 4, from = (q >> 3) & ~3u, next = word_at(from + 4);
+            z[j] = __funnelshift_r(word_at(from), next, q);
+            z[j + 1] = __funnelshift_rc(z[j], __funnelshift_r(next, word_at(from + 8), q), num_between(bits, j) * 4);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            s0[j] = __shfl_sync(~0u, above, bits >> (8 * j));
+            s1[j] = __shfl_sync(~0u, below, bits >> (8 * j + 4));
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const u32 even = z[j] << C::LEFT, odds = and_or(z[j] >> C::RIGHT, C::BITS, set);
+            const u32 even0 = and_or(even, C::BITS & UP, upper_set), even1 = and_or(even, C::BITS & DOWN, lower_set);
+            const u32 a[4] = {permute(even0, odds, s0[j]), permute(even1, odds, s1[j]),
+                              permute(even0, odds, s0[j] >> 16), permute(even1, odds, s1[j] >> 16)};
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+              const uint4 w = b[n][2 * half + (j >> 1)];
+              multiply<TYPE>(part[n], minus, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+              multiply<TYPE>(part[n], a, j & 1 ? w.z : w.x, j & 1 ? w.w : w.y);
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) sums[n][i] += part[n][i] * (i < 2 ? low<0>(scales) : high<0>(scales));
+        at += 288 + (before.z + 31) / 32 * 16;
+      }
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) columns[n] -= each * STEP * 16;
+    write_sums<TYPE, VECTORS, WARPS>(&sums[0][0], (float*)(memory + HEAD), bias, y, block * 16, rows, vectors);
+  }
+}
+
+// the matrix with its zeros, a warp for each tile
+template <int TYPE>
+__global__ void __launch_bounds__(256)
+coded_dense(const uint4* data, const int* starts, typename Kind<TYPE>::type* out, int rows, int width, int tiles,
+            int num_tiles) {
+  const int lane = threadIdx.x & 31, tile = blockIdx.x * 8 + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
+  if (tile >= num_tiles) return;
+  const uint4* from = data + starts[tile];
+  const uint2 words = ((const uint2*)from)[lane];
+  const u32 scales = ((const u32*)(from + 16))[g], *codes = (const u32*)(from + 18);
+  const uint3 before = codes_before(words.x, words.y);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 bits = half ? words.y : words.x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int r = i & 1, row = tile / tiles * 16 + g + 8 * r;
+      const int column = tile % tiles * 128 + 64 * half + 32 * (i >> 1) + 8 * t;
+      const float scale = r ? high<0>(scales) : low<0>(scales);
+      typename Kind<TYPE>::type v[8];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int j = 2 * (i >> 1) + h, middle = ((half ? before.y : before.x) + before_middle(bits, j)) * 4;
+        int place = r ? middle : middle - 4;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const bool is_here = bits >> (8 * j + 4 * r + e) & 1;
+          const u32 code = is_here ? codes[place >> 5] >> (place & 31) & 15 : 0;
+          put<TYPE>(v + 4 * h + e, is_here ? scale * (code - 7.5f) : 0.f);
+          if (is_here) place += r ? 4 : -4;
+        }
+      }
+      if (row < rows) put_eight(out + (u64)row * width + column, v, column, width);
     }
   }
 }
@@ -262,20 +497,6 @@ tile_dense(const uint4* data, const int* starts, u16* out, int rows, int width, 
 // gaps.py says what a block holds; _triton.py has the same product for one vector, which reads x from the L1 cache.
 // With more vectors those reads are what takes the time: of shared memory, where a column's N numbers lie side by
 // side, they take half of it.
-
-template <int BYTES> struct Words { u32 w[BYTES > 4 ? BYTES / 4 : 1]; };
-
-template <int BYTES> __device__ Words<BYTES> words_at(u32 shared) {
-  Words<BYTES> r;
-  if constexpr (BYTES == 4) r.w[0] = word_at(shared);
-  if constexpr (BYTES == 8)
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "r"(shared));
-  if constexpr (BYTES == 16)
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
-                 : "r"(shared));
-  return r;
-}
 
 template <int TYPE> struct Block { uint4 values[TYPE == 2 ? 2 : 1]; u32 codes, heads; };
 

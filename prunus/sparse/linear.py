@@ -13,14 +13,17 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch.compiler import is_compiling
 
 from ..eligible import is_conv1d
+from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
+from ..ops.grid import Grid
 from .choose import forms_of, groups_of
+from .coded_tiles import BITS, CodedTiles, check_coded_tiles, coded_tiles_of_dense, scales_of
 from .gaps import Gaps, check_gaps, gaps_of_dense, joined_gaps
 from .model_layers import check_values, chosen, linear_weight, why_not
 from .product import DTYPES, Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
 from .tiles import ROWS as TILE_ROWS
-from .tiles import Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
-from .times import WeightKind, kind_of
+from .tiles import TileForm, Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
+from .times import WeightKind, kind_of, scales_of_codes
 
 MOST_MISSES = 2  # fused products that some layer had no use for, before they are given up
 NOTHING: tuple[Tensor | None, int | None, Any, dict[int, Tensor]] = (None, None, None, {})
@@ -81,8 +84,9 @@ class SparseLinear(nn.Module):
         same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
         if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
             return
-        fused = self.fused
-        self._set(form_of(parts, form.shape, form.dtype, getattr(form, "stage", 0)))
+        fused, is_coded = self.fused, isinstance(form, CodedTiles)  # codes have values of any type
+        dtype = self.like.dtype if is_coded else form.dtype
+        self._set(form_of(parts, form.shape, dtype, getattr(form, "stage", 0)))
         if isinstance(form, Tiles) and self.like.dtype != form.dtype:
             weight = dense(self.form).to(self.like.dtype)
             self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
@@ -120,7 +124,7 @@ class SparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         size = self.form.nbytes / max(1, self.in_features * self.out_features * self.form.dtype.itemsize)
-        kind = type(self.form).__name__.lower()
+        kind = f"codes of {BITS} bits" if isinstance(self.form, CodedTiles) else type(self.form).__name__.lower()
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, {size:.1%} of the bytes"
 
 
@@ -166,17 +170,33 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     parts = {name: state_dict[prefix + name] for name in form.PARTS if prefix + name in state_dict}
     if len(parts) < len(form.PARTS):
         return
-    stage = stage_of(int(parts["starts"].diff().max())) if isinstance(form, Tiles) and len(parts["starts"]) > 1 else 0
+    starts = parts["starts"].diff() if isinstance(form, TileForm) else ()
+    stage = stage_of(int(max(starts))) if len(starts) else 0
     new = form_of([*parts.values()], form.shape, form.dtype, stage)
-    check_tiles(new) if isinstance(new, Tiles) else check_gaps(new)
+    if type(new) is not type(form):
+        wanted, got = (type(each).__name__ for each in (form, new))
+        raise ValueError(
+            f"{prefix.rstrip('.')} is kept as {wanted}, but its state has {got}; sparsify_ a model like it"
+        )
+    check_form(new)
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
+
+
+def check_form(form: Form) -> None:
+    """ValueError unless every place that a product would read exists."""
+    if isinstance(form, CodedTiles):
+        check_coded_tiles(form)
+    elif isinstance(form, Tiles):
+        check_tiles(form)
+    else:
+        check_gaps(form)
 
 
 def _take_buffers(layer: SparseLinear, *_: Any) -> None:
     """Compute with the tensors that ``load_state_dict(..., assign=True)`` has put in place of the buffers."""
     first = layer.get_buffer(layer.form.PARTS[0])
-    dtype = layer.form.dtype if isinstance(layer.form, Tiles) else first.dtype
+    dtype = layer.form.dtype if isinstance(layer.form, TileForm) else first.dtype
     layer.like = torch.empty(0, dtype=dtype, device=first.device)
     layer._follow()
 
@@ -251,7 +271,8 @@ def sparsify_(
 
     A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
     of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
-    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another.
+    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. One on a
+    grid of 4 bits keeps its codes on a GPU that multiplies tiles, where that is the fastest; others keep their values.
     ``only``, globs over names, restricts to the layers that match, and ``exclude`` leaves out those that match. Layers
     that read the same input, as q, k and v of attention, compute as one.
     """
@@ -264,7 +285,8 @@ def sparsify_(
     weights = {name: linear_weight(layer) for name, layer in chosen(model, only, exclude).items()}
     for name, weight in weights.items():
         check_values(f"{name}.weight", weight)
-    kinds = {name: kind_of(weight) for name, weight in weights.items() if why_not(weight) is None}
+    scales = {name: scales_of_codes(weight, grid_of(model.get_submodule(name))) for name, weight in weights.items()}
+    kinds = {name: kind_of(weight, scales[name]) for name, weight in weights.items() if why_not(weight) is None}
     devices = {name: weights[name].device for name in kinds}
     for device in set(devices.values()):
         check_device(device)
@@ -277,19 +299,28 @@ def sparsify_(
         raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
     names = [name for name in kinds if name in forms]
     for name in names:
-        weight = weights.pop(name)
-        replace_(model, name, tiles_of_dense(weight) if forms[name] == "tiles" else gaps_of_dense(weight))
+        replace_(model, name, form_in(forms[name], weights.pop(name), scales[name]))
     group_(model, {name: kinds[name] for name in names})
     return names
 
 
+def form_in(way: str, weight: Tensor, scales: Tensor | None = None) -> Form:
+    """A weight (out, in) in the form of this name; one of codes needs its scales."""
+    if way == "coded":
+        assert scales is not None
+        return coded_tiles_of_dense(weight, scales)
+    return tiles_of_dense(weight) if way == "tiles" else gaps_of_dense(weight)
+
+
 def replace_(model: nn.Module, name: str, form: Form) -> None:
-    """Put a sparse layer in the place of a linear one, whose weight is let go."""
+    """Put a sparse layer in the place of a linear one, whose weight is let go, and its scales if the form has them."""
     parent, _, last = name.rpartition(".")
     linear = model.get_submodule(name)
     layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
     layer.origin = (linear, _Parameters(linear))  # in a tuple, it is no part of the model
     linear._parameters.update(weight=None, bias=None)
+    if isinstance(form, CodedTiles):
+        take_off_grid_(linear, "weight")
     setattr(model.get_submodule(parent), last, layer)
 
 
@@ -326,26 +357,31 @@ def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
 
 def joined(forms: Sequence[Form]) -> tuple[Form, Sequence[Form]]:
     """Matrices of one form one below the other, and each again as a view of the whole."""
-    tiles = [form for form in forms if isinstance(form, Tiles)]
+    tiles = [form for form in forms if isinstance(form, TileForm)]
     return joined_tiles(tiles) if tiles else joined_gaps([form for form in forms if isinstance(form, Gaps)])
 
 
 def can_join(layers: Sequence[SparseLinear]) -> bool:
     """Whether the layers have one form, type and place, and tiles end where a layer does."""
     same = {(type(layer.form), layer.form.dtype, layer.like.device) for layer in layers}
-    is_tiled = isinstance(layers[0].form, Tiles)
+    is_tiled = isinstance(layers[0].form, TileForm)
     return len(same) == 1 and not (is_tiled and any(layer.out_features % TILE_ROWS for layer in layers))
 
 
 @torch.inference_mode(False)  # parameters that are made in it could not be trained
 @torch.no_grad()
 def unsparsify_(model: nn.Module) -> list[str]:
-    """Put the linear layers back that ``sparsify_`` replaced, with their zeros, in place; their names."""
+    """Put the linear layers back that ``sparsify_`` replaced, with zeros and on their grids, in place; their names."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLinear) and layer.origin}
     for name, layer in layers.items():
         assert layer.origin is not None
         linear, parameters = layer.origin
         linear.weight = parameters.again("weight", layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight)
+        on_grid = grid_of(linear)
+        if isinstance(layer.form, CodedTiles):
+            on_grid = OnGrid(Grid(BITS, outputs=(1,) if is_conv1d(linear) else (0,)), scales_of(layer.form))
+        if on_grid is not None:
+            put_on_grid_(linear, "weight", on_grid)
         linear._parameters["bias"] = None if layer.bias is None else parameters.again("bias", layer.bias)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, linear.train(layer.training))

@@ -13,18 +13,21 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..eligible import is_conv1d
 from ..export import huggingface
 from ..export.config_limits import bounded_by
-from ..files.encode import DENSE
+from ..files.encode import CODES, DENSE
 from ..files.reader import Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
+from ..grids import OnGrid, put_on_grid_
+from ..ops.grid import decoded
 from ..ops.machine import device_of
 from .choose import forms_of
-from .gaps import WIDEST, gaps_of, gaps_of_dense
-from .linear import group_, replace_, sparsify_
+from .coded_tiles import can_code, coded_tiles_of
+from .gaps import WIDEST, gaps_of
+from .linear import form_in, group_, replace_, sparsify_
 from .model_layers import chosen
 from .product import DTYPES as PRODUCT_DTYPES
 from .product import Form, check_device
-from .tiles import tiles_of, tiles_of_dense
-from .times import WeightKind, kind_of
+from .tiles import tiles_of
+from .times import WeightKind, kind_of, scales_of_codes
 
 
 def load_packed(
@@ -33,7 +36,8 @@ def load_packed(
     """The model of a folder, small or plain, with sparse layers where ``sparsify_`` would put them.
 
     A sparse layer is made of the bits and values of the file; of a plain file one weight at a time is read dense.
-    Models that transformers converts as it loads them are loaded dense first.
+    A layer of 4-bit codes keeps them on a GPU that multiplies tiles; elsewhere, and of other bits, it keeps the values
+    of its codes. Models that transformers converts as it loads them are loaded dense first.
     """
     folder, device = Path(folder), device_of(device)
     check_device(device)
@@ -81,15 +85,7 @@ def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, lea
     ways = forms_of(kinds, vectors, device, least)
     forms: dict[str, Form] = {}
     for name, way in ways.items():
-        source = stored[f"{name}.weight"]
-        if tensors.records[source].layout.encoding == DENSE or is_conv1d(layers[name]):
-            weight = tensors.read(source, device)
-            weight = weight.t() if is_conv1d(layers[name]) else weight
-            forms[name] = tiles_of_dense(weight) if way == "tiles" else gaps_of_dense(weight)
-        else:
-            values, packed = tensors.read_packed(source, device)
-            make = tiles_of if way == "tiles" else gaps_of
-            forms[name] = make(packed, values, tensors.records[source].layout.shape)
+        forms[name] = _form(way, layers[name], stored[f"{name}.weight"], tensors, device)
         layers[name]._parameters["weight"] = None
     _give_memory_(model, device)
     taken = {stored[f"{name}.weight"] for name in ways}
@@ -98,6 +94,23 @@ def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, lea
     for name, form in forms.items():
         replace_(model, name, form)
     group_(model, {name: kinds[name] for name in ways})
+
+
+def _form(way: str, layer: nn.Module, source: str, tensors: Tensors, device: torch.device) -> Form:
+    """The form of a layer's weight, which is noted to be on a grid if the file has its codes."""
+    record, is_transposed = tensors.records[source], is_conv1d(layer)
+    if record.layout.encoding == CODES:
+        kept = tensors.read_coded(source, device)
+        put_on_grid_(layer, "weight", OnGrid(kept.grid, kept.scales))
+        if way == "coded" and not is_transposed:
+            return coded_tiles_of(kept, DTYPES[record.dtype])
+        weight = decoded(kept, DTYPES[record.dtype])
+        return form_in(way, weight.t() if is_transposed else weight, kept.scales)
+    if record.layout.encoding == DENSE or is_transposed:
+        weight = tensors.read(source, device)
+        return form_in(way, weight.t() if is_transposed else weight)
+    values, packed = tensors.read_packed(source, device)
+    return (tiles_of if way == "tiles" else gaps_of)(packed, values, record.layout.shape)
 
 
 def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: Tensors) -> dict[str, WeightKind]:
@@ -111,8 +124,13 @@ def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: 
         if record.same_as is not None or dtype not in PRODUCT_DTYPES or width > WIDEST:
             continue
         if record.layout.encoding == DENSE or is_conv1d(layer):
-            weight = tensors.read(source)
-            kinds[name] = kind_of(weight.t() if is_conv1d(layer) else weight)
+            weight, on_grid = tensors.read_on_grid(source)
+            weight = weight.t() if is_conv1d(layer) else weight
+            kinds[name] = kind_of(weight, scales_of_codes(weight, on_grid))
+        elif (grid := record.layout.grid) is not None:
+            num_bytes = tensors.homes[source].header.entries[f"{source}.codes"].shape[0]
+            sparsity = 1 - min(1, 8 * num_bytes // grid.bits / max(1, record.layout.numel))  # up to a few codes
+            kinds[name] = WeightKind((num_rows, width), dtype, sparsity, is_coded=can_code(grid))
         else:
             values = tensors.homes[source].header.entries[f"{source}.values"]
             sparsity = 1 - values.shape[0] / max(1, record.layout.numel)

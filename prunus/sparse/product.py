@@ -2,7 +2,8 @@
 
 On CUDA up to ``MOST`` vectors, as in decoding, read the sparse form itself; more, as in a prompt, a dense copy that
 lives for the one product. On a CPU up to ``MOST_CPU`` vectors are multiplied one by one in torch's CSR form, which is
-made at the first product; more take a dense copy of it. Elsewhere every product makes the dense copy.
+made at the first product; more take a dense copy of it. A CPU multiplies weights in codes by that CSR form too, of the
+values of the codes, at 8 bytes a kept weight. Elsewhere every product makes the dense copy.
 """
 
 import warnings
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.wide_products import wide_products
-from . import _cuda, _nvrtc, tiles
-from .gaps import Gaps, row_blocks, slots_of
-from .tiles import Tiles
+from . import _cuda, _nvrtc, coded_tiles, tiles
+from .coded_tiles import CodedTiles
+from .gaps import Gaps, gaps_of_dense, row_blocks, slots_of
+from .tiles import TileForm, Tiles
 
-Form = Gaps | Tiles
+Form = Gaps | Tiles | CodedTiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INPUT_DTYPES = (*DTYPES, torch.float64)  # of vectors, whatever the type of the matrix
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
@@ -42,10 +44,12 @@ def dense_reference(gaps: Gaps) -> Tensor:
 def dense(form: Form) -> Tensor:
     """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
     is_cuda = form.device.type == "cuda"
-    if is_cuda and _nvrtc.is_there():
-        matrix = _cuda.tile_dense(form) if isinstance(form, Tiles) else _cuda.gap_dense(form)
+    if is_cuda and _nvrtc.is_there() and form.dtype in _cuda.TYPES:
+        matrix = _cuda.tile_dense(form) if isinstance(form, TileForm) else _cuda.gap_dense(form)
         if matrix is not None:
             return matrix
+    if isinstance(form, CodedTiles):
+        return coded_tiles.dense_reference(form)
     if isinstance(form, Tiles):
         return tiles.dense_reference(form)
     return _kernels().dense(form) if is_cuda else dense_reference(form)
@@ -69,7 +73,7 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
         if run is not None:
             return run(x, form, bias)
     is_on_cpu = x.is_cpu and form.device == x.device
-    has_csr = is_on_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and isinstance(form, Gaps)
+    has_csr = is_on_cpu and num > 0 and num_rows > 0 and x.dtype in DTYPES and not isinstance(form, Tiles)
     if has_csr and num <= MOST_CPU:
         return _one_by_one(x, form, bias, num)
     check_input(x, form.shape, form.device)
@@ -92,10 +96,10 @@ def check_input(x: Tensor, shape: Sequence[int], device: torch.device) -> None:
         raise ValueError(f"a sparse layer on {device} got a tensor on {x.device}; move one of them with .to()")
 
 
-def _one_by_one(x: Tensor, gaps: Gaps, bias: Tensor | None, num: int) -> Tensor:
+def _one_by_one(x: Tensor, form: Gaps | CodedTiles, bias: Tensor | None, num: int) -> Tensor:
     """The product on a CPU, vector after vector."""
-    num_rows, width = gaps.shape
-    matrix, vectors = csr_of(gaps), x if x.dtype == torch.float32 else x.float()
+    num_rows, width = form.shape
+    matrix, vectors = csr_of(form), x if x.dtype == torch.float32 else x.float()
     if num == 1:
         y = torch.mv(matrix, vectors.reshape(width))
     else:
@@ -110,8 +114,9 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> _cuda.Product | None:
     if x.dtype == torch.float64:
         return None
     index = x.get_device()
-    if isinstance(form, Tiles):
-        return _cuda.tile_product(form, num, index) if x.dtype == form.dtype and _cuda.can_tile(x.device) else None
+    if isinstance(form, TileForm):
+        is_taken = x.dtype == form.dtype and x.dtype in tiles.DTYPES and _cuda.can_tile(x.device)
+        return _cuda.tile_product(form, num, index) if is_taken else None
     if num == 1:
         return _kernels().product_of_one
     if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(form, index) > 1:
@@ -123,7 +128,7 @@ def _by_triton(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
     return _kernels().product(x.reshape(-1, gaps.shape[1]), gaps, bias).view(*x.shape[:-1], gaps.shape[0])
 
 
-_CSR = WeakIdKeyDictionary()  # of the values of a gap form, whose type and zeros it has
+_CSR = WeakIdKeyDictionary()  # by the values or codes of a form, whose type and zeros it has
 
 
 @cache
@@ -144,12 +149,14 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"sparse products run on CUDA devices and CPUs, but the model is on {device}; move it there")
 
 
-def csr_of(gaps: Gaps) -> Tensor:
-    """The matrix in torch's CSR form with 32-bit indices and float32 values, kept as long as its gap form."""
-    version = None if gaps.values.is_inference() else gaps.values._version
-    known = _CSR.get(gaps.values)
-    if known is None or known[0] != version:
-        known = _CSR[gaps.values] = version, _new_csr(gaps)
+def csr_of(form: Gaps | CodedTiles) -> Tensor:
+    """The matrix in torch's CSR form with 32-bit indices and float32 values, kept as long as its form."""
+    key = form.values if isinstance(form, Gaps) else form.data
+    about = form.dtype, None if key.is_inference() else key._version
+    known = _CSR.get(key)
+    if known is None or known[0] != about:
+        gaps = form if isinstance(form, Gaps) else gaps_of_dense(coded_tiles.dense_reference(form))
+        known = _CSR[key] = about, _new_csr(gaps)
     return known[1]
 
 
@@ -172,11 +179,12 @@ def _new_csr(gaps: Gaps) -> Tensor:
 
 
 def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:
-    """The form whose tensors these are: tiles have two, the gap form has four."""
+    """The form whose tensors these are: tiles have two, of bytes if they have codes, and the gap form has four."""
     num_rows, width = shape
     if len(parts) == 2:
         data, starts = parts
-        return Tiles(data, starts, (num_rows, width), dtype, stage)
+        kind = CodedTiles if data.dtype == torch.uint8 else Tiles
+        return kind(data, starts, (num_rows, width), dtype, stage)
     values, codes, heads, rows = parts
     return Gaps(values, codes, heads, rows, (num_rows, width))
 

@@ -6,8 +6,9 @@ each half of the rows, four groups of 128, which are four neighbouring columns f
 have the bits of its own elements. At 50 % it takes 0.57 of the dense bytes, at 80 % 0.27. 16-bit numbers alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ CHUNK = 1 << 24  # weights packed at a time
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """A matrix (out, in) in tiles, those of the first 16 rows first."""
+class TileForm:
+    """A matrix (out, in) in tiles, those of the first 16 rows first; ``Tiles`` and ``CodedTiles`` are such forms."""
 
-    data: Tensor  # (units * UNIT,), int16: bits and values as they are, so that no change of type touches them
-    starts: Tensor  # (tiles + 1,), int32: the first unit of each tile, and where the last one ends
+    data: Tensor  # integers: bits and values as they are, so that no change of type touches them
+    starts: Tensor  # (tiles + 1,), int32: the first unit of 16 bytes of each tile, and where the last one ends
     shape: tuple[int, int]
     dtype: torch.dtype
     stage: int  # bytes of the largest tile, a multiple of 128
@@ -49,23 +50,36 @@ class Tiles:
         """Tiles of 16 rows."""
         return -(-self.shape[1] // COLUMNS)
 
-    def clone(self) -> "Tiles":
-        return Tiles(self.data.clone(), self.starts.clone(), self.shape, self.dtype, self.stage)
+    def clone(self: "Form") -> "Form":
+        return replace(self, data=self.data.clone(), starts=self.starts.clone(), launches=Launches())
+
+
+Form = TypeVar("Form", bound=TileForm)
+
+
+@dataclass(frozen=True)
+class Tiles(TileForm):
+    """Tiles of bits and 16-bit values; ``data`` is (units * UNIT,), int16."""
 
 
 def tiles_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Tiles:
     """The matrix of ``shape`` that keeps ``values``, in row-major order, where the bits of ``packed`` are set."""
-    num_rows, width = shape
-    parts, used, step = [], 0, max(ROWS, CHUNK // max(1, width) // ROWS * ROWS)
+    parts = [_packed(weight, keep) for _, weight, keep in row_parts(packed, values, shape)]
+    return Tiles(*joined_parts(parts, torch.empty(0, dtype=torch.int16, device=values.device), shape, values.dtype))
+
+
+def row_parts(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The first of some rows, their values with zeros, and which are kept; about ``CHUNK`` weights at a time."""
+    (num_rows, width), used = shape, 0
+    step = max(ROWS, CHUNK // max(1, width) // ROWS * ROWS)
     for first in range(0, num_rows if width else 0, step):
         last = min(first + step, num_rows)
         keep = bits.unpack(packed[first * width // 8 : bits.num_bytes(last * width)], (last - first, width))
-        weight = torch.zeros(keep.shape, dtype=values.dtype, device=values.device)
+        matrix = torch.zeros(keep.shape, dtype=values.dtype, device=values.device)
         num_kept = int(keep.sum())
-        weight[keep] = values[used : used + num_kept]
-        parts.append(_packed(weight, keep))
+        matrix[keep] = values[used : used + num_kept]
         used += num_kept
-    return _joined(parts, values.dtype, values.device, (num_rows, width))
+        yield first, matrix, keep
 
 
 def tiles_of_dense(weight: Tensor) -> Tiles:
@@ -73,10 +87,10 @@ def tiles_of_dense(weight: Tensor) -> Tiles:
     weight = weight.detach()
     step = max(ROWS, CHUNK // max(1, weight.shape[1]) // ROWS * ROWS)
     parts = [_packed(part, part != 0) for part in weight.split(step)] if weight.numel() else []
-    return _joined(parts, weight.dtype, weight.device, (weight.shape[0], weight.shape[1]))
+    return Tiles(*joined_parts(parts, weight.new_empty(0, dtype=torch.int16), weight.shape, weight.dtype))
 
 
-def joined_tiles(parts: Sequence[Tiles]) -> tuple[Tiles, list[Tiles]]:
+def joined_tiles(parts: Sequence[Form]) -> tuple[Form, list[Form]]:
     """Matrices of whole tiles one below the other, and each again, whose data is a view of the whole."""
     starts, start = [], parts[0].starts[:1]
     for part in parts:
@@ -85,7 +99,8 @@ def joined_tiles(parts: Sequence[Tiles]) -> tuple[Tiles, list[Tiles]]:
     data = torch.cat([part.data for part in parts])
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     stage = max(part.stage for part in parts)
-    whole = Tiles(data, torch.cat([*starts, start]), shape, parts[0].dtype, stage)
+    starts = torch.cat([*starts, start])
+    whole = replace(parts[0], data=data, starts=starts, shape=shape, stage=stage, launches=Launches())
     views = data.split([len(part.data) for part in parts])
     return whole, [replace(part, data=view, launches=Launches()) for part, view in zip(parts, views, strict=True)]
 
@@ -95,9 +110,8 @@ def dense_reference(tiles: Tiles) -> Tensor:
     num_rows, width = tiles.shape
     if not num_rows * width:
         return torch.zeros(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
-    heads, start = _heads(tiles), tiles.starts[:-1].long()[:, None] * UNIT
-    lanes = bits.unpack(heads.view(torch.uint8).view(-1), (len(heads), 32, 2, 4, 2, 4))  # tile, lane, half, j, r, e
-    keep = lanes.permute(0, 2, 4, 3, 1, 5).reshape(-1, TILE)
+    start = tiles.starts[:-1].long()[:, None] * UNIT
+    keep = keep_of(tiles).permute(0, 2, 4, 3, 1, 5).reshape(-1, TILE)
     flat = torch.zeros_like(keep, dtype=torch.int16)
     flat[keep] = tiles.data[(start + HEAD * UNIT - 1 + keep.cumsum(1))[keep]]
     axes = flat.view(-1, tiles.across, 2, 2, 2, 2, 8, 4, 4).permute(0, 3, 6, 1, 2, 4, 7, 5, 8)
@@ -105,24 +119,34 @@ def dense_reference(tiles: Tiles) -> Tensor:
     return matrix[:num_rows, :width].contiguous().view(tiles.dtype)
 
 
-def check_tiles(tiles: Tiles) -> None:
-    """ValueError unless every place that a product would read exists: for tiles that come from a file."""
+def check_tiles(tiles: TileForm, head: int = HEAD, in_unit: int = UNIT, dtype: torch.dtype = torch.int16) -> None:
+    """ValueError unless every place that a product would read exists: for tiles that come from a file.
+
+    A tile has ``head`` units before its values, of which a unit holds ``in_unit``.
+    """
     starts, num_tiles = tiles.starts, -(-tiles.shape[0] // ROWS) * tiles.across
     whole = starts.dtype == torch.int32 and starts.shape == (num_tiles + 1,) and int(starts[0]) == 0
-    whole = whole and tiles.data.shape == (int(starts[-1]) * UNIT,) and tiles.data.dtype == torch.int16
-    sizes = starts.diff().long() - HEAD
-    whole = whole and bool((sizes >= 0).all()) and bool((sizes <= TILE // UNIT).all())
+    whole = whole and tiles.data.dtype == dtype and tiles.data.ndim == 1 and tiles.data.nbytes == 16 * int(starts[-1])
+    sizes = starts.diff().long() - head
+    whole = whole and bool((sizes >= 0).all()) and bool((sizes <= TILE // in_unit).all())
     if whole and num_tiles:
-        num_kept = bits.count(_heads(tiles).view(torch.uint8))
-        whole = torch.equal((num_kept + UNIT - 1) // UNIT, sizes)
+        num_kept = bits.count(heads_of(tiles, TILE // 8))
+        whole = torch.equal((num_kept + in_unit - 1) // in_unit, sizes)
     if not whole:
         num_rows, width = tiles.shape
         raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
 
 
-def _heads(tiles: Tiles) -> Tensor:
-    """The bits of each tile, (tiles, HEAD * UNIT)."""
-    return tiles.data[tiles.starts[:-1].long()[:, None] * UNIT + torch.arange(HEAD * UNIT, device=tiles.data.device)]
+def heads_of(tiles: TileForm, num_bytes: int) -> Tensor:
+    """The first bytes of each tile, (tiles, num_bytes): the bits, and what follows them."""
+    place = torch.arange(num_bytes, device=tiles.data.device)
+    return tiles.data.view(torch.uint8)[tiles.starts[:-1].long()[:, None] * 16 + place]
+
+
+def keep_of(tiles: TileForm) -> Tensor:
+    """Which elements are kept, as (tile, lane, half, j, r, e)."""
+    heads = heads_of(tiles, TILE // 8)
+    return bits.unpack(heads.view(-1), (len(heads), 32, 2, 4, 2, 4))
 
 
 def _packed(weight: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,16 +170,18 @@ def _packed(weight: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     return data, units
 
 
-def _joined(
-    parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
-) -> Tiles:
-    data = torch.cat([torch.empty(0, dtype=torch.int16, device=device), *(part[0] for part in parts)])
-    units = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), *(part[1] for part in parts)])
-    if len(data) // UNIT >= 1 << 31:
-        raise ValueError(f"{shape[0]} x {shape[1]} is more than a matrix in tiles can have")
-    return Tiles(data, units.cumsum(0).to(torch.int32), shape, dtype, stage_of(int(units.max())))
+def joined_parts(
+    parts: Sequence[tuple[Tensor, Tensor]], empty: Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, tuple[int, int], torch.dtype, int]:
+    """The fields of a form of tiles, from the data, and units of each tile, of rows one below the other."""
+    num_rows, width = shape
+    data = torch.cat([empty, *(part[0] for part in parts)])
+    units = torch.cat([torch.zeros(1, dtype=torch.int64, device=empty.device), *(part[1] for part in parts)])
+    if data.nbytes // 16 >= 1 << 31:
+        raise ValueError(f"{num_rows} x {width} is more than a matrix in tiles can have")
+    return data, units.cumsum(0).to(torch.int32), (num_rows, width), dtype, stage_of(int(units.max()))
 
 
 def stage_of(units: int) -> int:
-    """Bytes that a kernel sets aside for a tile of so many units."""
-    return -(-units * 16 // 128) * 128
+    """Bytes that a kernel sets aside for a tile of so many units, and for the word behind it."""
+    return -(-(units + 1) * 16 // 128) * 128

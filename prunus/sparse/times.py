@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..files.json_file import read_json, write_json
+from ..grids import OnGrid
+from ..ops.grid import GROUP, Grid, as_bfloat16
 from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
 from ._cuda import can_tile
+from .coded_tiles import BITS, can_code, coded_tiles_of_dense
 from .gaps import Gaps, gaps_of_dense
 from .product import MOST, MOST_CPU, Form, csr_of, product
 
@@ -38,17 +41,21 @@ PATIENCE = 1.0  # seconds that one measurement takes at most on a CPU, beyond it
 
 @dataclass(frozen=True)
 class WeightKind:
-    """What the time of a product depends on; the zeros are anywhere, or two in four."""
+    """What the time of a product depends on; the zeros are anywhere, or two in four.
+
+    A weight that is coded is on a grid whose codes tiles can hold.
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     sparsity: float
     two_of_four: bool = False
+    is_coded: bool = False
 
     @property
     def rounded(self) -> "WeightKind":
         level = min(0.99, LEVEL * round(self.sparsity / LEVEL))
-        return WeightKind(self.shape, self.dtype, round(level, 2), self.two_of_four)
+        return replace(self, sparsity=round(level, 2))
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +64,7 @@ class WeightKind:
 
     def __str__(self) -> str:
         dtype, zeros = str(self.dtype).removeprefix("torch."), f"{self.sparsity:.0%}" + " 2:4" * self.two_of_four
-        return f"{self.shape[0]} x {self.shape[1]} {dtype} {zeros}"
+        return f"{self.shape[0]} x {self.shape[1]} {dtype} {zeros}" + f" {BITS} bits" * self.is_coded
 
     def weight(self, device: torch.device) -> Tensor:
         """A random weight of this kind."""
@@ -70,10 +77,28 @@ class WeightKind:
         return weight.masked_fill_(torch.rand(self.shape, device=device, generator=generator) < left, 0)
 
 
-def kind_of(weight: Tensor) -> WeightKind:
+def kind_of(weight: Tensor, scales: Tensor | None = None) -> WeightKind:
+    """The kind of a weight (out, in), which is coded if it has ``scales``."""
     sparsity = 1 - int(weight.count_nonzero()) / max(1, weight.numel())
     shape = (weight.shape[0], weight.shape[1])
-    return WeightKind(shape, weight.dtype, sparsity, semi_structured.is_two_of_four(weight))
+    return WeightKind(shape, weight.dtype, sparsity, semi_structured.is_two_of_four(weight), scales is not None)
+
+
+def scales_of_codes(weight: Tensor, on_grid: OnGrid | None) -> Tensor | None:
+    """The scales of a weight (out, in) that tiles can hold by its codes; None of any other, as one off its grid."""
+    if on_grid is None or not can_code(on_grid.grid):
+        return None
+    scales, grid = on_grid.scales.to(weight.device), Grid(BITS)
+    is_on_it = scales.shape == grid.scales_shape(weight.shape) and bool(grid.holds(weight, scales).all())
+    return scales if is_on_it else None
+
+
+def rounded_to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (out, in) rounded to a grid of codes, and the scales of it: what a measurement multiplies by."""
+    grid, missing = Grid(BITS), -weight.shape[1] % GROUP
+    groups = nn.functional.pad(weight, (0, missing)).view(len(weight), -1, GROUP)
+    scales = as_bfloat16(groups.abs().amax(2).float() / grid.middle).bfloat16()
+    return grid.values(grid.codes(weight, scales), scales, weight.dtype) * (weight != 0), scales
 
 
 @dataclass(frozen=True)
@@ -86,11 +111,15 @@ class WeightFormat:
 
 def times_of(kind: WeightKind, vectors: int, device: torch.device) -> Times:
     """Microseconds of a product with ``vectors`` vectors in each format that the device has; measured at most once."""
-    kind, table, path = kind.rounded, _table(cache_file(device), str(device)), cache_file(device)
+    table, path = _table(cache_file(device), str(device)), cache_file(device)
+    kind = replace(kind.rounded, is_coded=kind.is_coded and can_tile(device))
     key = f"{kind}, {vectors}"
     if key not in table:
         with torch.no_grad():
-            table[key] = measured(kind.weight(device), vectors)
+            weight, scales = kind.weight(device), None
+            if kind.is_coded:
+                weight, scales = rounded_to_grid(weight)
+            table[key] = measured(weight, vectors, scales)
         with suppress(OSError):  # a folder that cannot be written costs the measurement of the next run
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, _versions(device) | {"times": table})
@@ -144,13 +173,13 @@ def _table(path: Path, device: str) -> dict[str, Times]:
 def _is_times(value: object) -> bool:
     return (
         isinstance(value, dict)
-        and {"dense", "gaps"} <= set(value) <= {"dense", "gaps", "tiles", "2:4"}
+        and {"dense", "gaps"} <= set(value) <= {"dense", "gaps", "tiles", "coded", "2:4"}
         and all(isinstance(us, float) and 0 < us < 1e12 for us in value.values())
     )
 
 
-def formats_of(weight: Tensor) -> dict[str, WeightFormat]:
-    """The formats that this weight can have on its device."""
+def formats_of(weight: Tensor, scales: Tensor | None = None) -> dict[str, WeightFormat]:
+    """The formats that this weight can have on its device; with its ``scales``, as codes too."""
     gaps = gaps_of_dense(weight)
 
     def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -172,22 +201,25 @@ def formats_of(weight: Tensor) -> dict[str, WeightFormat]:
     if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
         tiled = tiles.tiles_of_dense(weight)
         formats["tiles"] = WeightFormat(tiled.nbytes, lambda: sparse(tiled.clone()))
+    if "tiles" in formats and scales is not None:
+        coded = coded_tiles_of_dense(weight, scales)
+        formats["coded"] = WeightFormat(coded.nbytes, lambda: sparse(coded.clone()))
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
         formats["2:4"] = WeightFormat(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
     return formats
 
 
-def measured(weight: Tensor, vectors: int) -> Times:
+def measured(weight: Tensor, vectors: int, scales: Tensor | None = None) -> Times:
     """Microseconds of a product in each format."""
     own = torch.Generator(weight.device).manual_seed(0)  # torch's draws belong to the user
     x = torch.randn(vectors, weight.shape[1], device=weight.device, generator=own).to(weight.dtype)
     times = Times()
-    for label, form in formats_of(weight).items():
+    for label, form in formats_of(weight, scales).items():
         copies = [form.copy() for _ in range(num_copies(form.num_bytes))]
         times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
     if vectors > (MOST if weight.is_cuda else MOST_CPU):  # of a dense copy, so that what looks faster is noise
-        times |= {form: max(us, times["dense"]) for form, us in times.items() if form in ("gaps", "tiles")}
+        times |= {form: max(us, times["dense"]) for form, us in times.items() if form in ("gaps", "tiles", "coded")}
     return times
 
 

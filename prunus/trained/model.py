@@ -1,6 +1,8 @@
 """A trained model on disk that ``prunus prune`` works on: its calibration samples, metric, and how to save it."""
 
+import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -13,10 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..export.convert import copy_beside
-from ..export.huggingface import load_any_model, quiet_transformers
+from ..export.huggingface import load_any_model, quiet_transformers, save_model
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
-from ..files.writer import WritePlan, write
+from ..files.writer import Saved, WritePlan, write
 from ..ops.wide_products import wide_products
 from .data import (
     Rows,
@@ -42,12 +44,15 @@ from .windows import TrainingBatches
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """``evaluate`` returns the metric on held-out data, ``save`` writes the model into an empty folder."""
+    """``evaluate`` returns the metric on held-out data, ``save`` writes the model into an empty folder.
+
+    With ``small=True``, ``save`` writes the small form and returns what became of each tensor.
+    """
 
     model: nn.Module
     batches: list[Any]
     evaluate: Callable[[nn.Module], float]
-    save: Callable[[Path], None]
+    save: Callable[..., Saved | None]
     loss: Callable[[Any, Any], Tensor] | None = None
     metric: str = "perplexity"
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
@@ -114,17 +119,24 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     files = SampleFiles(**{name: getattr(source, name) for name in names}, is_written=is_own)
     how = (folder, source.gguf_file, source.cache)
     read = read_batches(files.batches) if files.batches else read_token_files(files, *how)
-    model = load_any_model(folder, source.dtype, source.gguf_file)
-    _forget_quantization(model)
-    model.to("cpu" if source.offload else source.device)
+    alone = load_without_data(source, folder)
+    model = alone.model
     chosen = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
     calibration, held_out, training = chosen
     metric, evaluate = metric_of(model, held_out.samples)
-    save = partial(_save, model, folder, gguf_file=source.gguf_file)
     notes = [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
     note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
-    known = {"metric": metric, "held_out": str(held_out), "note": note}
-    return TrainedModel(model, [calibration], evaluate, save, training=training, evaluated=held_out.samples, **known)
+    known = {"batches": [calibration], "evaluate": evaluate, "metric": metric, "held_out": str(held_out), "note": note}
+    return replace(alone, training=training, evaluated=held_out.samples, **known)
+
+
+def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
+    """The model of a Hugging Face folder, without samples to calibrate or measure it."""
+    model = load_any_model(folder, source.dtype, source.gguf_file)
+    _forget_quantization(model)
+    model.to("cpu" if source.offload else source.device)
+    save = partial(_save, model, folder, gguf_file=source.gguf_file)
+    return TrainedModel(model, [], lambda model: math.nan, save)
 
 
 def _windows(
@@ -192,16 +204,25 @@ def _forget_quantization(model: Any) -> None:
     vars(model.config).pop("quantization_config", None)
 
 
-def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None) -> None:
+def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None, *, small: bool = False) -> Saved | None:
     """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were.
 
     A GGUF file holds its tokenizer, and what lies beside it may be of anything.
     """
-    _save_pretrained(model, out)
+    beside = folder if not gguf_file or (folder / "config.json").is_file() else None
+    saved = save_small(model, out, beside) if small else _save_pretrained(model, out)
     if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):
         tokenizer.save_pretrained(out)
-    if not gguf_file or (folder / "config.json").is_file():
-        copy_beside(folder, out)
+    if beside is not None:
+        copy_beside(beside, out)
+    return saved
+
+
+def save_small(model: nn.Module, out: Path, source: Path | None = None) -> Saved:
+    """``save_model`` that leaves it to its caller to say what loads a model of another library."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="load_model only loads transformers models")
+        return save_model(model, out, source=source)
 
 
 def _save_pretrained(model: Any, out: Path) -> None:
@@ -226,15 +247,18 @@ def _function(name: str) -> TrainedModel:
         raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
     model, note = returned["model"], None
     if hasattr(model, "save_pretrained"):
-        save: Callable[[Path], None] = partial(_save_pretrained, model)
+        save_plain: Callable[[Path], None] = partial(_save_pretrained, model)
     else:
         note = (
-            f"{name} is no model of transformers: the folder will hold its weights as model.safetensors, which "
+            f"{name} is no model of transformers: the folder will hold its weights alone, which "
             "prunus export, prunus doctor and load_state_dict read; prunus eval cannot: it does not know the class"
         )
 
-        def save(out: Path) -> None:
+        def save_plain(out: Path) -> None:
             write(in_memory(model.state_dict(), {"format": "pt"}), WritePlan(out / PLAIN, small=False))
+
+    def save(out: Path, *, small: bool = False) -> Saved | None:
+        return save_small(model, out) if small else save_plain(out)
 
     metric = returned.get("metric", "metric")
     return TrainedModel(

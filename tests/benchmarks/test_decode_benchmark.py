@@ -20,7 +20,7 @@ def command(monkeypatch, tmp_path):
     monkeypatch.setattr(decode, "pruned_model", lambda *_: torch.nn.Linear(1, 1))
     monkeypatch.setattr(decode.Decode, "_rows", lambda self, models, way, ids: [row(way, len(ids), 2.0)])
     ways = ("decoder", "compiled", "generate", "static")
-    return decode.Decode(device="cpu", ways=ways, batches=(1, 4), results=tmp_path)
+    return decode.Decode(device="cpu", ways=ways, zeros=("50%", "80%"), batches=(1, 4), results=tmp_path)
 
 
 def test_model_generate_is_run_at_its_own_batch_sizes(command):

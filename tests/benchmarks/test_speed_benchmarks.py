@@ -148,6 +148,13 @@ def test_products_are_measured_beside_dense_ones(small_products, measure):
     assert (structured.view(-1, 4).count_nonzero(1) == 2).all()
 
 
+def test_products_in_four_bits_are_measured_beside_the_same_weights_as_values(small_products, monkeypatch, measure):
+    monkeypatch.setattr(matvec, "coded_cases", lambda: [Product((64, 300), 0.5, 2, is_coded=True)])
+    rows, drawn = measure("matvec --bits 4 --repeat 2")
+    assert {row["way"] for row in rows} == {"dense", "prunus, gaps"}  # a CPU has no other
+    assert "4 bits" in drawn and all(row["error"] < 1e-5 for row in rows)
+
+
 def test_a_product_that_is_wrong_is_not_timed(small_products, monkeypatch):
     monkeypatch.setattr("prunus.sparse.times.product", lambda x, form: x.new_zeros(len(x), form.shape[0]))
     with pytest.raises(RuntimeError, match="no speed is reported"):

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from kills import Victim, torture
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from prunus.export.huggingface import load_any_model
 from prunus.trained import speed
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def args(out):
 
 def found(out):
     result = json.loads((out / "result.json").read_text())
-    tensors = load_file(out / "model.safetensors")
+    tensors = load_any_model(out).state_dict()
     return result["rows"], result["layers"], {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 print(json.dumps(torture("prune", Victim(args, found), home, 200, random.Random(0), goal=12)))
@@ -45,7 +45,7 @@ print(json.dumps(torture("prune", Victim(args, found), home, 200, random.Random(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["prune", "shrink --size 0.7"])
+@pytest.mark.parametrize("what", ["prune", "prune --bits 4", "shrink --size 0.7"])
 def test_killed_at_any_moment_it_goes_on_and_leaves_the_same_bits_and_nothing_else(tmp_path, what):
     pytest.importorskip("transformers")
     folders = os.pathsep.join(str(TESTS / name) for name in ("", "fuzz", "torture"))

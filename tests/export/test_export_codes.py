@@ -6,7 +6,7 @@ from on_grids import put_on_grids_
 from test_compact import same
 from test_export_models import assert_same_model, assert_same_state, gpt2, llama, pruned
 
-from prunus import load_model, save_model
+from prunus import load_model, quantize, save_model
 from prunus.cli import main
 from prunus.export.huggingface import load_any_model
 from prunus.files.reader import open_tensors
@@ -46,6 +46,29 @@ def test_a_quantised_model_comes_back_with_its_grids_and_saves_to_the_same_bytes
     assert_same_grids(found, model)
     save_model(found, tmp_path / "again", max_shard_bytes=limit)
     assert tensor_bytes(tmp_path / "small") == tensor_bytes(tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_quantize_made_is_stored_as_codes_and_comes_back_with_its_grids(name, dtype, tmp_path):
+    model = MODELS[name]().to(dtype)
+    quantize(model, bits=4)
+    saved = save_model(model, tmp_path / "small")
+    assert on_grids(model) and {row.bits for row in saved.rows} == {4, None}
+    found = load_model(tmp_path / "small")
+    assert_same_state(found, model)
+    coded = {row.name for row in saved.rows if row.bits}
+    assert coded == set(on_grids(found))
+    save_model(found, tmp_path / "again")
+    assert tensor_bytes(tmp_path / "small") == tensor_bytes(tmp_path / "again")
+
+
+def test_a_dense_model_on_grids_is_stored_as_before(tmp_path):
+    model = transformers.LlamaForCausalLM(llama().config)
+    quantize(model, bits=4)
+    saved = save_model(model, tmp_path / "small")
+    assert on_grids(model) and not any(row.bits for row in saved.rows)
+    assert_same_state(load_model(tmp_path / "small"), model.eval())
 
 
 def test_a_weight_under_two_names_has_the_grid_of_either(tmp_path):

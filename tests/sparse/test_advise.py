@@ -44,7 +44,12 @@ def row(decode, prefill, num=2, **options):
 def measured(monkeypatch):
     """Shapes and numbers of vectors that were measured."""
     found, inner = [], times.measured
-    monkeypatch.setattr(times, "measured", lambda weight, num: found.append((*weight.shape, num)) or inner(weight, num))
+
+    def measured(weight, num, scales):
+        found.append((*weight.shape, num))
+        return inner(weight, num, scales)
+
+    monkeypatch.setattr(times, "measured", measured)
     return found
 
 
@@ -106,7 +111,7 @@ class Attention(nn.Module):
 def test_the_advice_is_what_sparsify_does(monkeypatch, launch, taken):
     """A device on which sparse products gain at 80 %, and at 50 % if they are few enough."""
 
-    def measured(weight, vectors):
+    def measured(weight, vectors, scales):
         dense = 1.0 + weight.numel() / 1000
         share = 1.03 if weight.count_nonzero() > 0.4 * weight.numel() else 0.5
         return {"dense": dense, "gaps": share * dense + launch}
@@ -185,7 +190,7 @@ def test_a_step_of_a_model_is_timed_with_two_blocks_and_none_where_it_cannot_run
     assert len(model.model.layers) == model.config.num_hidden_layers == 9
     assert dense_step_seconds(nn.Linear(2, 2), kind, cpu, 1) is None
     assert dense_step_seconds(tmp_path / "model.safetensors", kind, cpu, 1) is None
-    monkeypatch.setattr(times, "measured", lambda weight, _: {"dense": 10.0, "gaps": 5.0})
+    monkeypatch.setattr(times, "measured", lambda *_: {"dense": 10.0, "gaps": 5.0})
     assert advise(model, load=SMALL).step_us == (4.0 + 8 * 1.0) * 1e6
     assert "the decoder: about 1.00 times faster" in str(advise(model, load=SMALL))
 
@@ -259,7 +264,7 @@ def test_copies_go_round():
 def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, capsys):
     save_sparse(weights(), tmp_path / "model.safetensors")
     before = sorted(tmp_path.rglob("*"))
-    main(["export", str(tmp_path), "--advise", "--tokens", "4"])
+    main(["export", str(tmp_path), "--advise", "--prompt-tokens", "4"])
     said = capsys.readouterr().out
 
     assert "64 x 128" in said and "3" in said
@@ -270,8 +275,13 @@ def test_the_command_prints_a_table_and_a_verdict_and_writes_nothing(tmp_path, c
 def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys):
     save_sparse(weights(), tmp_path / "model.safetensors")
     out = ["--out", str(tmp_path / "out")]
-    unread = (["--advise", *out], ["--advise", "--check"], ["--advise", "--form", "dense"], [*out, "--tokens", "8"])
-    for args in (*unread, ["--advise", "--batch", "0"]):
+    unread = (
+        ["--advise", *out],
+        ["--advise", "--check"],
+        ["--advise", "--form", "dense"],
+        ["--advise", "--tokens", "8"],
+    )
+    for args in (*unread, [*out, "--prompt-tokens", "8"], ["--advise", "--batch", "0"]):
         with pytest.raises(SystemExit) as stop:
             main(["export", str(tmp_path), *args])
         assert stop.value.code == 2

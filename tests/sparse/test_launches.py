@@ -10,10 +10,18 @@ import pytest
 import torch
 
 from prunus.sparse import _cuda, _nvrtc
+from prunus.sparse.coded_tiles import coded_tiles_of_dense
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.tiles import COLUMNS, tiles_of_dense
+from prunus.sparse.times import rounded_to_grid
+
+
+def codes_of_dense(weight):
+    return coded_tiles_of_dense(*rounded_to_grid(weight))
+
 
 TILES, GAPS = (tiles_of_dense, _cuda.tile_product), (gaps_of_dense, _cuda.gap_product)
+CODES = (codes_of_dense, _cuda.tile_product)
 SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
@@ -75,7 +83,7 @@ def driver(monkeypatch):
 
     def new(form_of, shape=(37, 200), dtype=torch.bfloat16, most_shared=1 << 16):
         weight = torch.randn(shape).to(dtype).masked_fill_(torch.rand(shape) < 0.5, 0)
-        found = Driver(weight, 2 if form_of is tiles_of_dense else 4)
+        found = Driver(weight, 4 if form_of is gaps_of_dense else 2)
         monkeypatch.setattr(_nvrtc, "kernel", found.kernel)
         monkeypatch.setattr(_nvrtc, "most_shared", lambda device: most_shared)
         return found, form_of(weight)
@@ -90,9 +98,9 @@ def linear(x, weight, bias=None):
 @pytest.mark.parametrize("most_shared", [1 << 16, 2 * 3 * 200 * 4])  # the latter has room for a few vectors
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 11, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])
+@pytest.mark.parametrize("form", [TILES, GAPS, CODES], ids=["tiles", "gaps", "codes"])
 def test_every_vector_is_multiplied(form, dtype, num, most_shared, driver):
-    if form is TILES and dtype == torch.float32:
+    if form is not GAPS and dtype == torch.float32:
         pytest.skip("tiles have 16-bit numbers")
     for shape in ((37, 200), (48, 256), (1, 7)):
         found, matrix = driver(form[0], shape, dtype, most_shared)

@@ -9,12 +9,18 @@ import torch
 
 from prunus.ops import bits
 from prunus.sparse import SparseLinear
+from prunus.sparse.coded_tiles import coded_tiles_of_dense
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import dense, product
 from prunus.sparse.tiles import check_tiles, dense_reference, joined_tiles, tiles_of, tiles_of_dense
+from prunus.sparse.times import rounded_to_grid
 
 SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 4096)]
 LEVELS = [0.0, 0.5, 0.8, 0.97, 1.0]
+
+
+def codes_of_dense(weight):
+    return coded_tiles_of_dense(*rounded_to_grid(weight))
 
 
 def sparse(shape, level, dtype, device="cpu"):
@@ -107,7 +113,7 @@ def test_products_on_a_gpu(dtype, form_of, num):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
+@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense, codes_of_dense])
 def test_they_are_captured_in_a_graph(form_of):
     form = form_of(sparse((640, 1024), 0.5, torch.bfloat16, "cuda"))
     for num in (1, 4, 16):
@@ -151,7 +157,7 @@ def test_a_thread_that_has_used_no_device_yet_computes_too(form_of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense])
+@pytest.mark.parametrize("form_of", [tiles_of_dense, gaps_of_dense, codes_of_dense])
 def test_a_copy_keeps_no_address_of_the_original(form_of):
     layer = SparseLinear(form_of(sparse((64, 256), 0.5, torch.bfloat16, "cuda")))
     x = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16)
