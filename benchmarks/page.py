@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import (
+    bits_figures,
     decode,
     distributed,
     divergence,
@@ -40,7 +41,7 @@ def tables(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Page:
-    """Write the tables of docs/evidence, experts.md and distributed.md from all results."""
+    """Write the tables of docs/evidence, bits.md, experts.md and distributed.md from all results."""
 
     results: Path = Path("benchmarks/results")  # folder of the JSON files
     probe: Path = Path("benchmarks/evidence")  # folder of the files on the gradient probe
@@ -49,13 +50,16 @@ class Page:
 
     def run(self) -> None:
         evidence = self.docs / "evidence"
+        bits = bits_figures.parts(self.results, self.studies)
         parts = {
+            self.docs / "bits.md": {"answer": bits["answer"]},
             self.docs / "distributed.md": distributed.parts(self.results),
             self.docs / "experts.md": small_models.parts(self.results),
             evidence / "benchmarks.md": tables(self.results),
             evidence / "repair.md": repair_figures.parts(self.results),
             evidence / "recover.md": recover_figures.parts(self.results),
             evidence / "shrink.md": shrink_figures.parts(self.results, self.studies),
+            evidence / "bits.md": bits,
             evidence / "README.md": summary.parts(self.results, self.studies, self.probe, evidence),
         }
         pages = {path: filled(path.read_text(), parts) for path, parts in parts.items()}

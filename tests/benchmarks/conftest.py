@@ -45,6 +45,26 @@ def small_llama(tmp_path_factory):
 
 
 @pytest.fixture
+def llama(small_llama, tmp_path):
+    """Options of a study of a small Llama, which learns from its own samples."""
+    names = {"tokens": "calib", "train-tokens": "calib", "held-out-tokens": "valid", "eval-tokens": "valid"}
+    files = [part for name, file in names.items() for part in (f"--{name}", str(small_llama / f"{file}.u16"))]
+    sizes = ["--batch", "4", "--windows", "4", "--eval-windows", "8", "--length", "8", "--seeds", "0"]
+    return ["--model", str(small_llama), *files, *sizes, "--device", "cpu", "--results", str(tmp_path / "results")]
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Reads the rows of the one record in the folder ``results``."""
+
+    def read(folder=tmp_path):
+        (path,) = (folder / "results").iterdir()
+        return json.loads(path.read_text())["rows"]
+
+    return read
+
+
+@pytest.fixture
 def small_shape():
     """That of a random Llama."""
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}

@@ -1,6 +1,5 @@
 """The study of recovery: small models go the same way, a killed study continues, and the page draws the records."""
 
-import json
 from functools import partial
 
 import numpy as np
@@ -19,11 +18,6 @@ pytest.importorskip("accelerate")
 SIZES = ["--batch", "4", "--windows", "4", "--eval-windows", "8", "--device", "cpu"]
 
 
-def records(folder):
-    (path,) = (folder / "results").iterdir()
-    return json.loads(path.read_text())["rows"]
-
-
 @pytest.fixture
 def runs(tmp_path):
     """A dense run and a pruned one of a tiny GPT, as options."""
@@ -35,16 +29,16 @@ def runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, kill_recovery):
+def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, kill_recovery, records):
     ways = ["control", "recover", "hard", "magnitude-recover", "trained-recover"]
     command = ["recover-study", *runs, "--levels", "80", "--steps", "3", "2", "--ways", *ways]
     kill_recovery(4)
     with pytest.raises(SystemExit):
         main(command)
-    before = records(tmp_path)
+    before = records()
     assert [row["way"] for row in before] == ["dense", "control", "control", "repair", "recover"]
     main(command)
-    rows = records(tmp_path)
+    rows = records()
     assert rows[:5] == before and len({(row["way"], row["level"], row["steps"]) for row in rows}) == len(rows) == 4 + 10
     for row in (row for row in rows if row["steps"]):
         assert row["zeros"] == row["zeros_before"] and len(row["curve"]) >= 3 and row["lr_reason"]
@@ -53,19 +47,16 @@ def test_a_killed_study_continues_and_zeros_are_where_they_were(runs, tmp_path, 
     assert "equal in number and place in 10 of 10 runs" in drawn["models"] and "2 steps: " in drawn["budgets"]
 
 
-def test_a_model_of_transformers_learns_from_token_files(small_llama, tmp_path):
-    names = {"tokens": "calib", "train-tokens": "calib", "held-out-tokens": "valid", "eval-tokens": "valid"}
-    files = [part for name, file in names.items() for part in (f"--{name}", str(small_llama / f"{file}.u16"))]
-    command = ["recover-study", "--model", str(small_llama), *files, *SIZES, "--length", "8", "--seeds", "0"]
-    main([*command, "--levels", "50", "--steps", "2", "--ways", "recover", "--results", str(tmp_path / "results")])
-    assert [row["way"] for row in records(tmp_path)] == ["dense", "repair", "recover"]
+def test_a_model_of_transformers_learns_from_token_files(llama, records):
+    main(["recover-study", *llama, "--levels", "50", "--steps", "2", "--ways", "recover"])
+    assert [row["way"] for row in records()] == ["dense", "repair", "recover"]
 
 
-def test_images_learn_from_crops_and_flips(small_images, tmp_path):
+def test_images_learn_from_crops_and_flips(small_images, tmp_path, records):
     command = ["recover-study", *small_images, *SIZES]
     command += ["--levels", "80", "--seeds", "0", "--steps", "2", "--ways", "magnitude-recover"]
     main([*command, "--results", str(tmp_path / "results")])
-    dense, start, row = records(tmp_path)
+    dense, start, row = records()
     assert dense["metric"] == "accuracy" and row["zeros"] == start["zeros"]
 
 

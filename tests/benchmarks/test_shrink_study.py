@@ -1,6 +1,5 @@
 """The study of shrinking: small models go the same way, a killed study continues, and the page draws the records."""
 
-import json
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
@@ -22,24 +21,11 @@ STUDIES = page.Path(page.__file__).parents[1] / "studies"
 SIZES = ["--batch", "4", "--windows", "4", "--eval-windows", "8", "--length", "8", "--seeds", "0", "--device", "cpu"]
 
 
-def records(folder):
-    (path,) = (folder / "results").iterdir()
-    return json.loads(path.read_text())["rows"]
-
-
-@pytest.fixture
-def llama(small_llama, tmp_path):
-    """A command that shrinks a small Llama, which learns from its own samples."""
-    names = {"tokens": "calib", "train-tokens": "calib", "held-out-tokens": "valid", "eval-tokens": "valid"}
-    files = [part for name, file in names.items() for part in (f"--{name}", str(small_llama / f"{file}.u16"))]
-    return ["shrink-study", "--model", str(small_llama), *files, *SIZES, "--results", str(tmp_path / "results")]
-
-
 @pytest.mark.slow
-def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_stays_small(llama, tmp_path):
+def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_stays_small(llama, records):
     ways = [*study.SCORES, "wanda-refit", "obs", "solved"]
-    main([*llama, "--levels", "1/2", "--ways", *ways, "--recover", "solved", "--steps", "2"])
-    dense, *rows = records(tmp_path)
+    main(["shrink-study", *llama, "--levels", "1/2", "--ways", *ways, "--recover", "solved", "--steps", "2"])
+    dense, *rows = records()
     assert dense["way"] == "dense" and [row["way"] for row in rows] == [*ways, "solved-recover"]
     assert len({row["weights"] for row in rows}) == 1 and {row["weights_before"] for row in rows} == {1920}
     assert 0.4 * 1920 < rows[0]["weights"] <= 0.5 * 1920
@@ -47,22 +33,24 @@ def test_every_score_removes_as_much_with_and_without_a_refit_and_what_learns_st
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues(llama, tmp_path, kill_recovery):
-    command = [*llama, "--levels", "25", "50", "--ways", "tuned", "--recover", "dense-targets", "--steps", "2"]
+def test_a_killed_study_continues(llama, kill_recovery, records):
+    command = ["shrink-study", *llama, "--levels", "25", "50", "--ways", "tuned", "--recover", "dense-targets"]
+    command += ["--steps", "2"]
     kill_recovery(2)
     with pytest.raises(SystemExit):
         main(command)
-    before = records(tmp_path)
+    before = records()
     main(command)
-    rows = records(tmp_path)
+    rows = records()
     assert rows[: len(before)] == before and len({(row["way"], row["level"]) for row in rows}) == len(rows) == 1 + 2 * 3
 
 
-def test_texts_are_written_by_the_dense_model_and_by_those_that_learned(llama, tmp_path, monkeypatch):
+def test_texts_are_written_by_the_dense_model_and_by_those_that_learned(llama, monkeypatch, records):
     monkeypatch.setattr(study, "tokenizer_of", lambda *where: Words())
     monkeypatch.setattr(study, "NEW_TOKENS", 5)
-    main([*llama, "--levels", "50", "--recover", "norm", "--ways", "norm", "--steps", "1", "--texts"])
-    texts = {row["way"]: row.get("texts") for row in records(tmp_path)}
+    ways = ["--recover", "norm", "--ways", "norm"]
+    main(["shrink-study", *llama, "--levels", "50", *ways, "--steps", "1", "--texts"])
+    texts = {row["way"]: row.get("texts") for row in records()}
     assert len(texts["dense"]) == len(study.PROMPTS) == len(texts["norm-recover"]) and texts["norm"] is None
     assert texts["dense"][0].endswith(" tokens")
 
@@ -78,17 +66,17 @@ class Words:
 
 
 @pytest.mark.slow
-def test_channels_go_until_the_multiplications_are_few_enough(small_images, tmp_path):
+def test_channels_go_until_the_multiplications_are_few_enough(small_images, tmp_path, records):
     command = ["shrink-study", *small_images, *SIZES, "--of", "multiplications", "--results", str(tmp_path / "results")]
     main([*command, "--levels", "50", "--ways", "norm", "solved", study.TORCH_PRUNING])
-    dense, *rows = records(tmp_path)
+    dense, *rows = records()
     assert len(rows) >= 2 and dense["metric"] == "accuracy"
     for row in rows:
         assert 0.4 < row["multiplications"] / dense["multiplications"] <= 0.5
 
 
 @pytest.mark.slow
-def test_checkpoints_of_texts_and_of_images_are_shrunk_and_learn(small_images, tmp_path):
+def test_checkpoints_of_texts_and_of_images_are_shrunk_and_learn(small_images, tmp_path, records):
     text = {"model": "gpt2-tiny", "width": 64, "layers": 2, "context": 16}
     images = {"model": "resnet20", "data": small_images[-1]}
     for name, which, of in (("text", text, "weights"), ("images", images, "multiplications")):

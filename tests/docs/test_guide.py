@@ -14,7 +14,7 @@ from prunus.cli import COMMANDS, _parse
 from prunus.sparse import compiled
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "distributed", "command-line", "compare"]
-GUIDE += ["shrink", "recover", "migrating", "how-it-works", "extending"]
+GUIDE += ["shrink", "recover", "bits", "migrating", "how-it-works", "extending"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 SCREEN = 110  # lines that a page of the guide may have
 

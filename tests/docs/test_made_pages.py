@@ -7,7 +7,7 @@ import pytest
 from pages import ROOT
 
 import prunus
-from benchmarks import pictures, reference
+from benchmarks import drawing, pictures, reference
 from benchmarks.__main__ import main
 from prunus.score import SCORES
 
@@ -39,7 +39,7 @@ def test_a_picture_is_small_and_has_a_title_two_themes_and_text_inside_its_frame
     root = ElementTree.fromstring(text)
     assert root.find(f"{SVG}title").text
     colours = set(re.findall(r"(?:fill|stroke): (#\w{6})", text))
-    assert colours <= set(pictures.COLOURS), "a colour that has no dark theme"
+    assert colours <= set(drawing.COLOURS), "a colour that has no dark theme"
     width, height = map(float, root.get("viewBox").split()[2:])
     for element in root.iter(f"{SVG}text"):
         assert 0 < float(element.get("x")) < width and 0 < float(element.get("y")) < height
@@ -51,7 +51,7 @@ def test_the_flow_prunes_exactly_half():
 
 
 def test_labels_keep_their_distance_and_their_order():
-    assert pictures.apart([10, 12, 11, 80], 5) == [10, 20, 15, 80]
+    assert drawing.apart([10, 12, 11, 80], 5) == [10, 20, 15, 80]
 
 
 def test_a_readme_without_marks_is_refused_and_nothing_is_written(tmp_path, capsys):
