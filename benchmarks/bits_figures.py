@@ -20,6 +20,7 @@ from .study import SLIGHT, gains, level_name
 ORDER = ("GPT-51M", "SmolLM2-135M", "stories15M")
 GOAL = 0.003  # what 4 bits may add to the perplexity of 16 bits
 GOAL_LEVELS = ("50", "80")
+FOUR = ("4", "4-gptq", "4-nearest")  # forms of 4 bits: ours, and those beside it
 SPARSE = ("repair", "recover", "trained", "trained-recover")
 SHRUNK = ("shrink", "shrink-recover")
 VERBS = {  # way: what to do in fewer than 16 bits, and in 16
@@ -205,20 +206,23 @@ def _goals(models: Sequence[BitsFigures]) -> str:
     by_name, lines = {model.figures.name: model.figures for model in models}, []
     for name, level in ((name, level) for name in ORDER for level in GOAL_LEVELS):
         figures, cells = by_name.get(name), ["", "", "", "", ""]
-        ways = [way for way in SPARSE if figures and loss_to(figures, f"{way} 4", way, level) is not None]
+        ways = [way for way in SPARSE if figures and any(loss is not None for loss in _losses_of(figures, way, level))]
         outcome = "**not measured**"
         if figures and ways:
             way = min(ways, key=lambda way: figures.mean(way, level) or 0.0)
-            names = [f"{way} {form}" for form in ("4", "4-gptq", "4-nearest")]
-            losses = [loss_to(figures, name, way, level) for name in names]
+            losses = _losses_of(figures, way, level)
             cells = [WAYS[way].title, figures.cell(way, level, ends=False)]
-            for four, lost in zip(names, losses, strict=True):
-                shown = figures.cell(four, level, ends=False)
+            for form, lost in zip(FOUR, losses, strict=True):
+                shown = figures.cell(f"{way} {form}", level, ends=False)
                 cells.append("" if lost is None else f"{shown}, {percent(lost, 2)}")
-            loss = losses[0] or 0.0
-            outcome = "met" if loss <= GOAL else f"**missed by {100 * (loss - GOAL):.2f} points**"
+            if (loss := losses[0]) is not None:
+                outcome = "met" if loss <= GOAL else f"**missed by {100 * (loss - GOAL):.2f} points**"
         lines.append([f"{name}, {level_name(level)}", *cells, f"{GOAL:+.1%}", outcome])
     return markdown_table(headings, lines, words=(0, 1, len(headings) - 1))
+
+
+def _losses_of(figures: ModelFigures, way: str, level: str) -> list[float | None]:
+    return [loss_to(figures, f"{way} {form}", way, level) for form in FOUR]
 
 
 def loss_to(figures: ModelFigures, way: str, beside: str, level: str) -> float | None:
