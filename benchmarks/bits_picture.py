@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, read_figures
-from .bits_forms import FORMS, OURS
+from .bits_forms import FORMS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
 from .study import level_name
 
@@ -22,33 +22,36 @@ BITS = (2, 3, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Family:
-    """A curve: arms of some ways, in one form, or with ``form`` None in every one of our rounding."""
+    """A curve: arms of some ways, in so many bits, or with None in any number."""
 
     name: str
     colour: str
     ways: tuple[str, ...]
-    form: str | None
+    bits: int | None
 
     def points(self, model: BitsFigures) -> list[Arm]:
-        """The best arm of each level and number of bits, from few bits to many."""
-        best: dict[tuple[str, str], Arm] = {}
-        for arm in (arm for arm in model.arms if arm.way in self.ways and self._has(arm.form) and arm.is_usable):
-            key = arm.level, arm.form
-            best[key] = min(best.get(key, arm), arm, key=lambda arm: arm.loss)
+        """The best arm of each level and number of bits, however it was rounded, from few bits to many."""
+        best: dict[tuple[str, int], Arm] = {}
+        for arm in (arm for arm in model.arms if arm.way in self.ways and arm.is_usable):
+            key = arm.level, bits_of(arm)
+            if self.bits in (None, key[1]):
+                best[key] = min(best.get(key, arm), arm, key=lambda arm: arm.loss)
         return sorted(best.values(), key=lambda arm: arm.bits)
 
-    def _has(self, form: str) -> bool:
-        return form == self.form if self.form is not None else not form or FORMS[form].rounding == OURS
+
+def bits_of(arm: Arm) -> int:
+    """Of a kept weight."""
+    return FORMS[arm.form].bits if arm.form else 16
 
 
 FAMILIES = (
     Family("dense in 16 to 2 bits", SLATE, ("dense",), None),
-    Family("sparse, 16 bits", PLUM, SPARSE, ""),
-    Family("sparse, 4 bits", PLUM, SPARSE, "4"),
-    Family("shrunk, 16 bits", SAND, SHRUNK, ""),
-    Family("shrunk, 4 bits", SAND, SHRUNK, "4"),
-    Family("smaller, 16 bits", MOSS, ("small",), ""),
-    Family("smaller, 4 bits", MOSS, ("small",), "4"),
+    Family("sparse, 16 bits", PLUM, SPARSE, 16),
+    Family("sparse, 4 bits", PLUM, SPARSE, 4),
+    Family("shrunk, 16 bits", SAND, SHRUNK, 16),
+    Family("shrunk, 4 bits", SAND, SHRUNK, 4),
+    Family("smaller, 16 bits", MOSS, ("small",), 16),
+    Family("smaller, 4 bits", MOSS, ("small",), 4),
 )
 
 
@@ -75,7 +78,7 @@ def _panel(axes: "Axes", model: BitsFigures) -> None:
     curves = [(family, family.points(model)) for family in FAMILIES]
     for family, arms in curves:
         if arms:
-            style = DASHED if family.form == "" else "solid"
+            style = DASHED if family.bits == 16 else "solid"
             axes.plot(*_places(arms), "o", color=family.colour, markersize=4, clip_on=False)
             axes.plot(*_places(arms), color=family.colour, linestyle=style, label=family.name)
             _label(axes, family, arms)
@@ -98,8 +101,8 @@ def _places(arms: Sequence[Arm]) -> tuple[list[float], list[float]]:
 
 def _label(axes: "Axes", family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
-    for arm in arms if family.form != "" and family.colour != MOSS else ():
-        text = level_name(arm.level) if arm.level else str(FORMS[arm.form].bits if arm.form else 16)
+    for arm in arms if family.bits != 16 and family.colour != MOSS else ():
+        text = level_name(arm.level) if arm.level else str(bits_of(arm))
         shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((5, 1), "left")}[family.colour]
         style = {"color": family.colour, "fontsize": 7, "ha": aligned}
         axes.annotate(text, (arm.bits, 100 * arm.loss), shift, textcoords="offset points", **style)
