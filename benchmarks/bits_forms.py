@@ -34,6 +34,7 @@ class Form:
     rounding: str = OURS
     learns: bool = False  # the scales, afterwards
     peer: str = ""  # the package that quantises in our place
+    together: bool = False  # with pruning, layer by layer, by prune(bits=)
 
     @property
     def grid(self) -> Grid:
@@ -45,6 +46,7 @@ FORMS: dict[str, Form] = {
     **{f"{bits}-gptq": Form(bits, group, GPTQ) for bits, group in GROUPS.items()},
     **{f"{bits}-nearest": Form(bits, group, NEAREST) for bits, group in GROUPS.items()},
     "3-128": Form(3),
+    **{f"{bits}-together": Form(bits, rounding=f"{OURS}, while pruning", together=True) for bits in (8, 4, 3)},
     "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
     "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
     "4-torchao": Form(4, rounding="nearest of torchao", peer="torchao"),

@@ -93,12 +93,14 @@ class BitsQuality(LearningStudy):
         return ("",) if start == "dense" else self.levels if start in SPARSE else self.removed
 
     def _fits(self, form: str, way: BitsWay) -> bool:
-        """Other packages quantise what is not sparse."""
+        """Other packages quantise what is not sparse, and prune(bits=) what it prunes."""
+        if FORMS[form].together:
+            return way is WAYS["repair"]
         return not FORMS[form].peer or (way.start not in SPARSE and not way.learns)
 
     def rows(self, case: SeedCase, start: str, level: str, runs: Sequence[Learning]) -> Iterator[Row]:
-        with self._started(case, start, level) as (trained, seconds):
-            quantising = Quantising(case, trained, start in SPARSE, max(self.steps))
+        with self._started(case, start, level) as (trained, seconds, pruned):
+            quantising = Quantising(case, trained, start in SPARSE, max(self.steps), pruned)
             plain = {(start, 0): Learning(start, level, 0)}
             models = plain | {key: Learning(key[0], level, key[1]) for key in map(_model_of, runs)}
             for key, model in models.items():
@@ -110,19 +112,19 @@ class BitsQuality(LearningStudy):
                     yield from quantising.rows(model, forms, cost | {"steps": model.steps})
 
     @contextmanager
-    def _started(self, case: SeedCase, start: str, level: str) -> Iterator[tuple[TrainedModel, float]]:
-        """The model to start from, and the seconds that it took; afterwards a dense one is as before."""
+    def _started(self, case: SeedCase, start: str, level: str) -> Iterator[tuple[TrainedModel, float, Any]]:
+        """The model to start from, the seconds that it took, and what was done; afterwards a dense one is as before."""
         trained, device = case.trained, torch.device(self.device)
         if start in ("trained", "small"):
             path = self.pruned if start == "trained" else self.small
             if path is None:
                 raise ValueError(f"{start} needs {'--pruned' if start == 'trained' else '--small'}, a checkpoint")
-            yield case.load(Path(str(path).replace("{level}", level))), 0.0
+            yield case.load(Path(str(path).replace("{level}", level))), 0.0, None
             return
         make = {"dense": None, "repair": _prune, "shrink": _shrink}[start]
         seconds, result = timed(lambda: make(trained, float(share_of(level))), device) if make else (0.0, None)
         try:
-            yield trained, seconds
+            yield trained, seconds, result
         finally:
             if result is not None:
                 result.undo_()
@@ -135,9 +137,21 @@ def _model_of(run: Learning) -> tuple[str, int]:
     return run.way.partition(" ")[0], run.steps
 
 
-def _prune(trained: TrainedModel, share: float) -> Any:
-    settings: dict[str, Any] = {"score": None, "select": BY_LAYER, "repair": REPAIR, "loss": trained.loss}
+def _prune(trained: TrainedModel, share: float, bits: int | None = None) -> Any:
+    settings: dict[str, Any] = {"score": None, "select": BY_LAYER, "repair": REPAIR, "loss": trained.loss, "bits": bits}
     return prune(trained.model, trained.batches, share, **settings, progress=False)
+
+
+@contextmanager
+def _together(trained: TrainedModel, pruned: Any, share: float, bits: int) -> Iterator[tuple[nn.Module, float]]:
+    """The model pruned and quantised in one loop, and the seconds; afterwards it is pruned alone, as before."""
+    pruned.undo_()
+    seconds, both = timed(lambda: _prune(trained, share, bits), next(trained.model.parameters()).device)
+    try:
+        yield trained.model, seconds
+    finally:
+        both.undo_()
+        pruned.apply_()
 
 
 def _shrink(trained: TrainedModel, share: float) -> Any:
@@ -152,6 +166,7 @@ class Quantising:
     trained: TrainedModel
     has_mask: bool
     steps: int  # in which scales learn
+    pruned: Any = None  # what pruning did to the model
 
     def rows(self, model: Learning, forms: Sequence[str], cost: Row) -> Iterator[Row]:
         begun = time.perf_counter()
@@ -164,8 +179,10 @@ class Quantising:
                 needed = f"the package {form.peer} and a Hugging Face model"
                 print(f"{model.way} {name}: left out, since it needs {needed}", flush=True)
                 continue
-            how = self.trained.model, self.trained.batches, form, self.has_mask
-            with quantised(*how) as (stored, seconds), ExitStack() as stack:
+            way = quantised(self.trained.model, self.trained.batches, form, self.has_mask)
+            if form.together:
+                way = _together(self.trained, self.pruned, float(share_of(model.level)), form.bits)
+            with way as (stored, seconds), ExitStack() as stack:
                 row: Row = about | {"way": f"{model.way} {name}", "seconds": seconds}
                 if form.learns:
                     learning = self.case.recovered(stored, Learning(row["way"], model.level, self.steps))

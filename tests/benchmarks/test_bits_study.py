@@ -31,7 +31,7 @@ def runs(tmp_path):
 
 def test_every_way_is_quantised_to_every_form_and_bits_are_those_of_masks_codes_and_scales(runs, records):
     ways = ["dense", "repair", "trained", "small"]
-    main([*runs, "--ways", *ways, "--levels", "80", "--removed", "50", "--bits", *FORMS, "4-torchao"])
+    main([*runs, "--ways", *ways, "--levels", "80", "--removed", "50", "--bits", "4-together", *FORMS, "4-torchao"])
     rows = {row["way"]: row for row in records()}
     assert {*rows} >= {way + form for way in ways for form in ("", *(f" {form}" for form in FORMS))}
     num, scales = rows["dense"]["num_weights"], 64 * (3 + 1 + 4) + 64 * 2  # groups of 128: one a row, of the last two
@@ -44,6 +44,9 @@ def test_every_way_is_quantised_to_every_form_and_bits_are_those_of_masks_codes_
         assert rows[f"{way} 4"]["bits_a_weight"] == pytest.approx(1 + (4 * rows[way]["kept"] + 16 * scales) / num)
     assert rows["small"]["bits_a_weight"] == 16 / 4 and rows["small 4"]["mask_bits"] == 0
     assert rows["repair 4"]["value"] != rows["repair 4-gptq"]["value"]
+    together = [way for way in rows if "together" in way]
+    assert together == ["repair 4-together"] and rows[together[0]]["mask_bits"] == num
+    assert rows[together[0]]["bits_a_weight"] == pytest.approx(rows["repair 4"]["bits_a_weight"])
     assert rows["small"]["num_bytes"] == 2 * 12 * 32 * 32
 
 
