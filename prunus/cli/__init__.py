@@ -139,6 +139,10 @@ def _mistake(kind: type[Any], page: str) -> str:
         option, given = wrong.groups()
         hint = f"; {given} is {float(given[:-1]) / 100:g}" if re.fullmatch(r"\d+(\.\d+)?%", given) else ""
         return f"{option} takes a {'' if 'float' in what.lower() else 'whole '}number, got {given!r}{hint}"
+    if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", what):
+        given, option, choices = wrong.groups()
+        known = sorted(choice for choice in re.findall(r"'([^']*)'", choices) if choice != "None")
+        return f"{option} is one of {', '.join(known)}; got {given!r}"
     near = [line.split()[0] for line in lines if re.match(r"--[a-z]", line)]
     return f"{what}; did you mean {near[0]}?" if near and what.startswith("Unrecognized") else what
 

@@ -98,6 +98,11 @@ def _refuse_unread(command: Command) -> None:
             raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} off")
         if command.bits is None and name in CALIBRATION:
             raise ValueError(f"{option} says what --bits calibrates on; add --bits 4, or leave {option} off")
+        if command.bits is not None and name == "form":
+            raise ValueError(
+                "--bits writes the small form; leave off --form, then make the result plain: "
+                f"prunus export {command.out} --form dense --out PLAIN"
+            )
         if command.bits is not None and name in OF_FILES:
             raise ValueError(f"--bits writes the small form, which prunus doctor checks; leave off {option}, or --bits")
 

@@ -55,6 +55,7 @@ def _pruned(command: Command) -> "Outcome":
 
     import torch
 
+    from ..grids import on_grids
     from ..lab.gpu import Sampler, utilisation_reader
     from ..lab.trained_run import from_checkpoint
     from ..oneshot import Repair, prune
@@ -75,6 +76,8 @@ def _pruned(command: Command) -> "Outcome":
     settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
     if command.bits is not None and not command.sparsity:
         warn_if_dense(command, trained.model)
+    if command.bits is None and on_grids(trained.model):
+        print(f"{command.model} is in few bits; what is pruned is written in full size without --bits.")
     began, measure = time.perf_counter(), Measure(command, trained, device)
     sampler = Sampler(utilisation_reader(device) if command.profile else None)
     with sampler.running():

@@ -176,13 +176,13 @@ def _kinds(layers: Sequence[Layer], width: int, *, is_recovered: bool = False) -
         cells = {"layers": kind, "number": str(len(alike)), "weights pruned": f"{num_pruned:,}"}
         rows.append(cells | {"sparsity": _spread(alike)} | _means(alike, errors))
     title = "what was pruned, by kind of layer (--every-layer shows every one)"
-    return _fitting_table(title, rows, width, ("worst", "number", "weights pruned"))
+    return _fitting_table(title, rows, width, ("worst", "number", "weights pruned", "sparsity", "error, mask alone"))
 
 
 def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], width: int) -> Table:
     """One row for all layers whose names differ in numbers only, with what each kind takes in the file."""
     rows, layers = [], result.layers
-    errors = _errors(layers, is_recovered=False)
+    errors = {"error": "bits_error"} if any(layer.bits_error is not None for layer in layers) else {}
     for kind, alike in _by_kind(layers).items():
         tensors = [saved[layer.name] for layer in alike if layer.name in saved]
         before, after = (sum(getattr(one, name) for one in tensors) for name in ("dense_bytes", "stored_bytes"))
@@ -193,7 +193,8 @@ def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], wi
         }
         cells = {"layers": kind, "number": str(len(alike)), "sparsity": _spread(alike)}
         rows.append(cells | _means(alike, errors) | sizes)
-    return _fitting_table("what was quantised, by kind of layer", rows, width, ("worst", "number", "bytes before"))
+    title = f"what was quantised to {max(layer.bits or 0 for layer in layers)} bits, by kind of layer"
+    return _fitting_table(title, rows, width, ("worst", "number", "bytes before", "sparsity"))
 
 
 def _by_kind(layers: Sequence[Layer]) -> dict[str, list[Layer]]:

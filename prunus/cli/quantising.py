@@ -83,8 +83,9 @@ def _loaded(command: Quantising) -> "TrainedModel":
 
     if command.has_data:
         return loaded(command, from_checkpoint)[0]
+    trained = load_without_data(source_of(command), Path(command.model))
     print("Each weight is rounded to the nearest value; calibrated, with --text, --tokens or --batches, it loses less.")
-    return load_without_data(source_of(command), Path(command.model))
+    return trained
 
 
 def quantised(command: ModelCommand, trained: "TrainedModel", bits: int) -> "QuantizeResult":
@@ -115,8 +116,9 @@ def print_bits(command: ModelCommand, bits: int, level: "Level", saved: "Saved")
     from ..export.huggingface import LOAD_STATE
 
     of = "" if len(level.grids) == len(level.weights) else f" in {len(level.grids)} of {len(level.weights)} layers"
-    print(f"{bits} bits a kept weight{of}; with masks and scales {level.bits_a_weight:.2f} bits a weight")
     size, dense = sum((command.out / path.name).stat().st_size for path in saved.files), saved.dense_bytes
+    if size < dense:  # a dense model has no codes in its file
+        print(f"{bits} bits a kept weight{of}; with masks and scales {level.bits_a_weight:.2f} bits a weight")
     print(f"{command.out}: {dense:,} bytes of weights became {size:,} ({size / max(1, dense):.4f})")
     if not any((command.out / name).is_file() for name in ("config.json", "run.json")):
         print(f"Make the model, then load it: {LOAD_STATE.format(folder=command.out)}")

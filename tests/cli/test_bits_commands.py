@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from test_prune_command import MINE, data_of, folder, prune, refused, rows_of, r
 
 from prunus import load_model, load_sparse
 from prunus.cli.console import Terminal
-from prunus.cli.prune_tables import _kinds
+from prunus.cli.prune_tables import _kinds, quantised_table
 from prunus.export.huggingface import load_any_model
 from prunus.oneshot import quantize_step
 from prunus.oneshot.result import Layer
@@ -88,8 +89,8 @@ def test_export_rounds_what_is_pruned_and_keeps_every_zero(folder, options, caps
     result = json.loads((folder / "small" / "result.json").read_text())
     assert all(num_values(after, layer["name"]) <= 16 and layer["bits"] == 4 for layer in result["layers"])
     assert torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert "what was quantised" in said and "bits a weight" in said and "bytes before" in said
-    assert ("rounded to the nearest" in said) == (not options) == ("error, in 4 bits" not in said)
+    assert "what was quantised to 4 bits" in said and "bits a weight" in said and "bytes before" in said
+    assert ("rounded to the nearest" in said) == (not options) == (" error " not in said)
     assert [*result["rows"]] == (["as it came", "in 4 bits"] if options else [])
     assert "prunus export pruned" in (folder / "small" / "README.md").read_text()
     assert (folder / "small" / "tokenizer.json").is_file() and not list(folder.glob(".*"))
@@ -115,6 +116,19 @@ def test_other_commands_read_the_folder(folder, capsys):
     assert all(torch.equal(values[name], plain[name]) for name in values)
 
 
+def test_pruning_a_folder_of_few_bits_further_says_that_the_result_is_of_full_size_without_bits(folder, capsys):
+    small, _ = prune(folder, "--sparsity", 0.6, "--bits", 4, out="small")
+    for options, is_full in (([], True), (["--bits", 4], False)):
+        capsys.readouterr()
+        out = folder / f"full {is_full}"
+        run("prune", small, *data_of(folder), "--sparsity", 0.8, *options, "--out", out)
+        assert (
+            ("in full size without --bits" in capsys.readouterr().out)
+            == is_full
+            == (out / "model.safetensors").exists()
+        )
+
+
 @pytest.mark.slow
 def test_the_folder_writes_text_takes_advice_and_recovers(folder, capsys):
     small, _ = prune(folder, "--sparsity", 0.6, "--bits", 4, out="small")
@@ -136,7 +150,11 @@ def test_a_dense_model_is_told_which_tools_are_for_it(folder, command, capsys):
     more = data_of(folder) if name == "prune" else ["--tokens", folder / "calib.u16"]
     run(name, folder / "model", *options, *more, "--samples", 4, "--length", 12, "--bits", 4, "--out", folder / "out")
     said = capsys.readouterr().out
-    assert "has no zeros" in said and all(tool in said for tool in ("torchao", "llm-compressor", "llama.cpp"))
+    assert (
+        "has no zeros" in said
+        and "bits a kept weight" not in said
+        and all(tool in said for tool in ("torchao", "llm-compressor", "llama.cpp"))
+    )
     load_model(folder / "out")
 
 
@@ -175,15 +193,15 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
     data = ["--bits", 4, *options, "--tokens", folder / "calib.u16", "--samples", 4, "--length", 12]
     source = folder / "model" if options else pruned_folder(folder)
     run(name, source, *data, "--out", folder / "whole")
-    by_gptq, calls = quantize_step._by_gptq, []
+    solved, calls = quantize_step._solved, []
 
     def stopping(*args):
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return by_gptq(*args)
+        return solved(*args)
 
-    monkeypatch.setattr(quantize_step, "_by_gptq", stopping)
+    monkeypatch.setattr(quantize_step, "_solved", stopping)
     with pytest.raises(SystemExit):
         run(name, source, *data, "--out", folder / "out")
     assert (folder / ".out.unfinished" / "bits").is_dir() and not (folder / "out").exists()
@@ -231,17 +249,29 @@ def test_sources_without_a_model_are_refused(folder, capsys):
 
 def test_a_mistake_in_prune_is_one_line_and_writes_nothing(folder, capsys):
     command = ["prune", folder / "model", *data_of(folder), "--out", folder / "out"]
-    assert "--bits" in refused(capsys, *command, "--bits", 5)
+    assert "--bits is one of 3, 4, 8; got '5'" in refused(capsys, *command, "--bits", 5)
     assert "prune, then quantise" in refused(capsys, *command, "--bits", 4, "--probe", "block")
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "valid.u16"]
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_table_with_bits_fits_the_terminal(width):
+@pytest.mark.parametrize("is_recovered", [False, True])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_table_with_bits_fits_the_terminal_and_breaks_no_name(width, is_recovered):
     names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"]
     layers = [Layer(name, (8, 8), 64, 32, 32, mask_error=0.2, error=0.1, bits=4, bits_error=0.12) for name in names]
     console = Terminal(width=width)
     with console.capture() as shown:
-        console.print(_kinds(layers, width))
-    assert max(map(len, shown.get().splitlines())) <= width and "…" not in shown.get()
-    assert "in 4 bits" in " ".join(shown.get().split()) or width == 80
+        console.print(_kinds(layers, width, is_recovered=is_recovered))
+    said = shown.get()
+    assert max(map(len, said.splitlines())) <= width and "…" not in said
+    assert "in 4 bits" in said and all(f" model.layers.*.self_attn.{part}_proj " in said for part in "qkvo")
+
+
+def test_the_table_of_quantised_layers_fits_eighty_columns():
+    name = "model.layers.0.self_attn.q_proj.weight"
+    layers = [Layer(name, (8, 8), 64, 32, 32, bits=4, bits_error=0.12)]
+    console = Terminal(width=80)
+    with console.capture() as shown:
+        console.print(quantised_table(SimpleNamespace(layers=layers), {}, 80))
+    assert max(map(len, shown.get().splitlines())) <= 80 and " model.layers.*.self_attn.q_proj " in shown.get()
+    assert all(heading in shown.get() for heading in (" error ", " bits a weight ", " after "))
