@@ -261,7 +261,7 @@ def test_too_little_text_is_one_line_that_says_what_to_give(made, tmp_path, caps
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     data = ["--text", tmp_path / "short.txt", "--size", "0.7"]
     line = refused(capsys, "shrink", made / "dense", *data, "--out", tmp_path / "out")
-    assert "give more text, or less --length" in line
+    assert "give more text, or a smaller --length" in line
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
