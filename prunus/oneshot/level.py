@@ -70,12 +70,13 @@ class Level:
         return total / max(1, num)
 
     def leave_grids_(self, model: nn.Module) -> None:
-        """Forget the grids that weights of the model are on, as they will change; ``undo_`` brings them back."""
+        """Forget the grids of the weights of this level, as they will change; ``undo_`` brings them back."""
+        own = {weight.parameter for weight in self.weights.values()}
         self._left = [
             (module, key, on_grid)
             for module in model.modules()
-            for key in module._parameters
-            if (on_grid := grid_of(module, key)) is not None
+            for key, parameter in module._parameters.items()
+            if parameter in own and (on_grid := grid_of(module, key)) is not None
         ]
         self._grids_apply_()
 

@@ -179,3 +179,17 @@ def test_a_grouped_transposed_convolution_stays_as_it_is_and_others_do_not():
     before = model[0].weight.clone()
     quantize(model, [torch.randn(4, 4, 6, 6)], progress=False)
     assert torch.equal(model[0].weight, before) and set(on_grids(model)) == {"2.weight"}
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_weights_that_a_later_call_leaves_out_stay_on_their_grids(tune):
+    model, batches = causal("LlamaForCausalLM")
+    quantize(model, batches, only="*q_proj*", progress=False)
+    first = on_grids(model)
+    second = quantize(model, batches, only="*k_proj*", progress=False)
+    assert on_grids(model).keys() == first.keys() | second.level.grids.keys() > first.keys()
+    repair = Repair(tune=BlockTuning(epochs=1, whole_epochs=1)) if tune else "auto"
+    prune(model, batches, 0.75, only="*v_proj*", repair=repair, progress=False)
+    assert on_grids(model).keys() == first.keys() | second.level.grids.keys()
+    for name, on_grid in on_grids(model).items():
+        check_on_grid(name, model.get_parameter(name), on_grid)
