@@ -85,6 +85,15 @@ class Level:
         self.grids[name] = on_grid
         put_on_grid_(self.weights[name].module, name.rpartition(".")[2], on_grid)
 
+    @contextmanager
+    def grids_before(self) -> Iterator[None]:
+        """While this is open, weights have the grids that they had before, and none that they got since."""
+        self._grids_undo_()
+        try:
+            yield
+        finally:
+            self._grids_apply_()
+
     def _grids_undo_(self) -> None:
         for name in self.grids:
             take_off_grid_(self.weights[name].module, name.rpartition(".")[2])
@@ -107,15 +116,14 @@ class Level:
         """Prune again what ``undo_`` restored."""
         self.undo_()
         self._grids_apply_()
-        if self._undone:
-            while self._undone:  # of each weight one value beside the model: the dense or the repaired one
-                tensor, values = self._undone.popitem()
-                self.originals.save_all(tensor)
-                tensor.detach().copy_(values)
-            return
+        while self._undone:  # of each weight one value beside the model: the dense or the repaired one
+            tensor, values = self._undone.popitem()
+            self.originals.save_all(tensor)
+            tensor.detach().copy_(values)
         for name, weight in self.weights.items():
-            where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
-            self.originals.prune_(weight.parameter, where)
+            if weight.parameter not in self.originals.whole:
+                where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
+                self.originals.prune_(weight.parameter, where)
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:

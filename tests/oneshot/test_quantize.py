@@ -193,3 +193,33 @@ def test_weights_that_a_later_call_leaves_out_stay_on_their_grids(tune):
     assert on_grids(model).keys() == first.keys() | second.level.grids.keys()
     for name, on_grid in on_grids(model).items():
         check_on_grid(name, model.get_parameter(name), on_grid)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_the_dense_model_has_the_grids_that_weights_had_before(is_quantised, is_undone):
+    model, batches = causal("LlamaForCausalLM")
+    if is_quantised:
+        quantize(model, batches, 8, only="*q_proj*", progress=False)
+    before, values = on_grids(model), deepcopy(model.state_dict())
+    result = prune(model, batches, 0.75, bits=4, progress=False)
+    if is_undone:
+        result.undo_()
+    now = on_grids(model)
+    dense = result.dense()
+    assert all(torch.equal(value, dense.state_dict()[name]) for name, value in values.items())
+    assert {name: own.grid for name, own in on_grids(dense).items()} == {name: own.grid for name, own in before.items()}
+    for name, on_grid in on_grids(dense).items():
+        check_on_grid(name, dense.get_parameter(name), on_grid)
+    assert {name: own.grid for name, own in on_grids(model).items()} == {name: own.grid for name, own in now.items()}
+
+
+def test_weights_with_and_without_grids_are_pruned_again_after_an_undo():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
+    result = prune(model, (), 0.5, bits=4, progress=False)
+    values = snapshot(model)
+    result.undo_()
+    result.apply_()
+    assert_same(values, snapshot(model))
+    assert result.num_pruned == result.num_weights // 2
