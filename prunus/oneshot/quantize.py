@@ -135,5 +135,5 @@ def without_grid(weights: Mapping[str, Weight]) -> list[str]:
 
 def check_finite(weights: Mapping[str, Weight]) -> None:
     for name, weight in weights.items():
-        if not bool(weight.parameter.isfinite().all()):
-            raise ValueError(f"{name} has values that are not finite: no grid can hold them; repair the model first")
+        if not bool(weight.parameter.float().isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite in float32: no grid can hold them; repair the model first")

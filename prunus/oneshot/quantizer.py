@@ -10,7 +10,7 @@ give each scale, then each kept weight, the value that makes (Q - W) H (Q - W)^T
 import torch
 from torch import Tensor
 
-from ..ops.grid import Grid, as_bfloat16
+from ..ops.grid import Grid
 from .resources import Clock
 from .solver import inverse_of
 
@@ -77,7 +77,7 @@ def _best_scale_(
     codes = (grid.nearest(values, scale) - grid.middle) * mask
     curvature = ((panel @ codes) * codes).sum(0)
     step = (slope * codes).sum(0) / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
-    moved = as_bfloat16(scale - step, dtype)
+    moved = grid.allowed(scale - step, dtype)
     change = (codes * moved).to(dtype).to(values.dtype) - values
     is_better = ((panel @ change + 2 * slope) * change).sum(0) < 0
     change *= is_better
