@@ -177,8 +177,10 @@ def test_a_grouped_transposed_convolution_stays_as_it_is_and_others_do_not():
     torch.manual_seed(0)
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
     before = model[0].weight.clone()
-    quantize(model, [torch.randn(4, 4, 6, 6)], progress=False)
+    result = quantize(model, [torch.randn(4, 4, 6, 6)], progress=False)
     assert torch.equal(model[0].weight, before) and set(on_grids(model)) == {"2.weight"}
+    assert result.notes == ["Not in few bits, 1 of 2 layers: 0.weight (its shape does not tell its rows)."]
+    assert f"{model[2].weight.numel()} weights in 1 of 2 layers" in repr(result)
 
 
 @pytest.mark.parametrize("tune", [False, True])
@@ -223,3 +225,22 @@ def test_weights_with_and_without_grids_are_pruned_again_after_an_undo():
     result.apply_()
     assert_same(values, snapshot(model))
     assert result.num_pruned == result.num_weights // 2
+
+
+def test_a_result_says_which_weights_were_only_rounded_and_why():
+    class Unreached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.last(self.used(x).relu())
+
+    batches = [torch.randn(20, 8)]
+    note = "Rounded to the nearest values, 1 of 3 layers: unused.weight (no sample reached it)."
+    assert quantize(Unreached(), batches, progress=False).notes == [note]
+    assert quantize(Unreached(), progress=False).notes == []
+    masks = {"score": "magnitude", "repair": None}
+    assert prune(Unreached(), batches, 0.5, bits=4, progress=False, **masks).notes == [note]
+    solved = prune(Unreached(), batches, 0.5, bits=4, progress=False).notes
+    assert solved == ["Pruned but not repaired, 1 of 3 layers: unused.weight (no sample reached it)."]
