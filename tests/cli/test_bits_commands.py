@@ -175,15 +175,15 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
     data = ["--bits", 4, *options, "--tokens", folder / "calib.u16", "--samples", 4, "--length", 12]
     source = folder / "model" if options else pruned_folder(folder)
     run(name, source, *data, "--out", folder / "whole")
-    by_gptq, calls = quantize_step._by_gptq, []
+    solved, calls = quantize_step._solved, []
 
     def stopping(*args):
         calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return by_gptq(*args)
+        return solved(*args)
 
-    monkeypatch.setattr(quantize_step, "_by_gptq", stopping)
+    monkeypatch.setattr(quantize_step, "_solved", stopping)
     with pytest.raises(SystemExit):
         run(name, source, *data, "--out", folder / "out")
     assert (folder / ".out.unfinished" / "bits").is_dir() and not (folder / "out").exists()
