@@ -126,11 +126,13 @@ def quantize_level_(calibration: Calibration, level: Level, grid: Grid, state: F
 
 
 def without_grid(weights: Mapping[str, Weight]) -> list[str]:
-    """Weights whose shape does not tell their rows: of grouped transposed convolutions, and of unknown kinds."""
+    """Weights without elements, and those whose shape does not tell their rows: of grouped transposed convolutions."""
     return [
         name
         for name, weight in weights.items()
-        if not weight.outputs or tuple(matrix_layout(weight)[0]) != tuple(weight.parameter.shape)
+        if not weight.parameter.numel()
+        or not weight.outputs
+        or tuple(matrix_layout(weight)[0]) != tuple(weight.parameter.shape)
     ]
 
 

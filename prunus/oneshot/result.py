@@ -67,11 +67,12 @@ class Result(ChangedModel):
         level, notes = self.level, self.level.tuning_notes()
         reasons: dict[str, dict[str, list[str]]] = {}
         for name in level.weights:
-            repair, has_grid = level.repairs.get(name, LayerRepair()), name in level.grids
+            repair = level.repairs.get(name, LayerRepair())
+            is_left_out = level.grids and name not in level.grids and level.weights[name].parameter.numel()
             for what, reason in {
                 "Pruned but not repaired": repair.not_repaired,
                 "Rounded to the nearest values": repair.only_rounded,
-                "Not in few bits": "its shape does not tell its rows" if level.grids and not has_grid else None,
+                "Not in few bits": "its shape does not tell its rows" if is_left_out else None,
             }.items():
                 if reason:
                     reasons.setdefault(what, {}).setdefault(reason, []).append(name)

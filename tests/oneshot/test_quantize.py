@@ -244,3 +244,14 @@ def test_a_result_says_which_weights_were_only_rounded_and_why():
     assert prune(Unreached(), batches, 0.5, bits=4, progress=False, **masks).notes == [note]
     solved = prune(Unreached(), batches, 0.5, bits=4, progress=False).notes
     assert solved == ["Pruned but not repaired, 1 of 3 layers: unused.weight (no sample reached it)."]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_a_weight_without_elements_stays_as_it_is(shape):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].empty = nn.Linear(*reversed(shape))
+    for batches in ([torch.randn(20, 8)], ()):
+        result = quantize(model, batches, include="*", progress=False)
+        assert set(on_grids(model)) == {"0.weight", "2.weight"} and result.notes == []
+        assert prune(model, batches, 0.5, include="*", bits=4, progress=False).num_pruned == 64
