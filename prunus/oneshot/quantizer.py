@@ -19,14 +19,12 @@ SWEEPS = 4  # of coordinate descent; more gain less than a percent of the error 
 
 
 @torch.no_grad()
-def gptq(
-    weight: Tensor, mask: Tensor, factor: Tensor, grid: Grid, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Values of a matrix (out, in) on a grid, as ``dtype`` holds them, and scales (out, groups).
+def gptq(weight: Tensor, mask: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Values of a matrix (out, in) on a grid, in its dtype, and scales (out, groups).
 
     ``factor`` is that of ``factor_of``. Scales are chosen from the kept values alone, after earlier errors came in.
     """
-    dtype = dtype or weight.dtype
+    dtype = weight.dtype
     left = weight.to(factor.dtype, copy=True)  # what is still to be rounded
     values, scales = torch.zeros_like(left), []
     for start in range(0, left.shape[1], grid.group):
