@@ -6,7 +6,7 @@ from torch import nn
 
 from prunus.grids import OnGrid, check_on_grid, grid_of, on_grids, put_on_grid_, take_off_grid_
 from prunus.ops.bits import words_of
-from prunus.ops.grid import Grid, as_bfloat16, coded, decoded
+from prunus.ops.grid import Grid, coded, decoded
 
 SHAPES = {(0,): (6, 300), (1,): (300, 6), (0, 1): (3, 4, 129), (0, 2): (3, 129, 4)}
 
@@ -72,7 +72,7 @@ def test_a_fitted_scale_is_a_positive_bfloat16_for_any_values(bits):
     weight = torch.tensor([[0.0, 0, 0], [1e-38, 0, 0], [3e38, 1, -1], [-1, 0.5, 0.25]])
     for mask in (weight != 0, torch.ones_like(weight).bool(), torch.zeros_like(weight).bool()):
         scale = grid.fitted(weight, mask)
-        assert (scale > 0).all() and scale.isfinite().all() and torch.equal(as_bfloat16(scale), scale)
+        assert (scale > 0).all() and scale.isfinite().all() and torch.equal(scale.bfloat16().float(), scale)
         assert grid.rounded(weight, scale).isfinite().all()
 
 
@@ -82,6 +82,16 @@ def test_no_kept_weight_becomes_zero_however_small(dtype):
     weight = torch.tensor([[least, -least, 3 * least], [1, least, -least]], dtype=dtype).float()
     scale = grid.fitted(weight, weight != 0, dtype)
     assert (grid.rounded(weight, scale).to(dtype) != 0).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_no_kept_weight_becomes_infinite_however_large(dtype, bits):
+    grid, most = Grid(bits), min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    weight = torch.tensor([[most, -most, most / 3], [1, most, -1]], dtype=dtype)
+    scale = grid.fitted(weight.float(), weight != 0, dtype)
+    values = grid.values(grid.codes(weight, scale), scale, dtype)
+    assert values.isfinite().all() and (values.double().abs()[0, 0] / most - 1).abs() < 0.02
 
 
 @pytest.mark.parametrize("kwargs", [{"bits": 1}, {"bits": 9}, {"group": 0}])

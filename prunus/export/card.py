@@ -32,7 +32,8 @@ DOWNLOAD = "from huggingface_hub import snapshot_download\n"
 LOAD_PLAIN = "from transformers import {kind}\n\nmodel = {kind}.from_pretrained({where})"
 DATA = ("eval_tokens", "eval_text", "eval_batches", "tokens", "text", "batches")
 METHOD = {"sparsity": "sparsity asked for", "score": "score", "scope": "weights are compared by", "probe": "probe"}
-METHOD |= {"allocate": "sparsity over layers", "samples": "calibration samples", "seed": "seed"}
+METHOD |= {"allocate": "sparsity over layers", "bits": "bits of a kept weight"}
+METHOD |= {"samples": "calibration samples", "seed": "seed"}
 COUNTED = ("sparsity", "parameters")  # what rows hold beside the metric
 SIZES = {"weights": "weights of the blocks", "parameters": "parameters", "num_bytes": "bytes"}
 

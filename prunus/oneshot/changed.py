@@ -1,7 +1,7 @@
 """A model that a call has changed, and how it gets back what it was."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,7 +57,8 @@ class ChangedModel:
         originals, is_undone = self.level.originals, self._is_undone
         device = torch.device("cpu") if originals.whole or self._is_cut else None
         if not self._is_cut and not is_overlapping(self.model):
-            return copied(self.model, originals.lend(), device)
+            with nullcontext() if is_undone else self.level.grids_before():
+                return copied(self.model, originals.lend(), device)
         self.undo_()
         try:
             return copied(self.model, {}, device)

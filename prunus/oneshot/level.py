@@ -70,12 +70,13 @@ class Level:
         return total / max(1, num)
 
     def leave_grids_(self, model: nn.Module) -> None:
-        """Forget the grids that weights of the model are on, as they will change; ``undo_`` brings them back."""
+        """Forget the grids of the weights of this level, as they will change; ``undo_`` brings them back."""
+        own = {weight.parameter for weight in self.weights.values()}
         self._left = [
             (module, key, on_grid)
             for module in model.modules()
-            for key in module._parameters
-            if (on_grid := grid_of(module, key)) is not None
+            for key, parameter in module._parameters.items()
+            if parameter in own and (on_grid := grid_of(module, key)) is not None
         ]
         self._grids_apply_()
 
@@ -83,6 +84,15 @@ class Level:
         """Note that the new values of a weight are on a grid."""
         self.grids[name] = on_grid
         put_on_grid_(self.weights[name].module, name.rpartition(".")[2], on_grid)
+
+    @contextmanager
+    def grids_before(self) -> Iterator[None]:
+        """While this is open, weights have the grids that they had before, and none that they got since."""
+        self._grids_undo_()
+        try:
+            yield
+        finally:
+            self._grids_apply_()
 
     def _grids_undo_(self) -> None:
         for name in self.grids:
@@ -106,15 +116,14 @@ class Level:
         """Prune again what ``undo_`` restored."""
         self.undo_()
         self._grids_apply_()
-        if self._undone:
-            while self._undone:  # of each weight one value beside the model: the dense or the repaired one
-                tensor, values = self._undone.popitem()
-                self.originals.save_all(tensor)
-                tensor.detach().copy_(values)
-            return
+        while self._undone:  # of each weight one value beside the model: the dense or the repaired one
+            tensor, values = self._undone.popitem()
+            self.originals.save_all(tensor)
+            tensor.detach().copy_(values)
         for name, weight in self.weights.items():
-            where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
-            self.originals.prune_(weight.parameter, where)
+            if weight.parameter not in self.originals.whole:
+                where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
+                self.originals.prune_(weight.parameter, where)
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:

@@ -120,20 +120,23 @@ def quantize_level_(calibration: Calibration, level: Level, grid: Grid, state: F
         loop.run(Quantize(grid, None, skipped, calibration.clock) if calibration.has_batches else None, finished)
     level.packed = level.packed or own.packed
     for name, done in own.repairs.items():
-        before = level.repairs.get(name, LayerRepair(not_repaired=done.not_repaired))
-        level.repairs[name] = replace(before, bits_error=done.bits_error)
+        why = done.not_repaired if name in level.grids else None
+        before = level.repairs.get(name, LayerRepair())
+        level.repairs[name] = replace(before, bits_error=done.bits_error, only_rounded=why)
 
 
 def without_grid(weights: Mapping[str, Weight]) -> list[str]:
-    """Weights whose shape does not tell their rows: of grouped transposed convolutions, and of unknown kinds."""
+    """Weights without elements, and those whose shape does not tell their rows: of grouped transposed convolutions."""
     return [
         name
         for name, weight in weights.items()
-        if not weight.outputs or tuple(matrix_layout(weight)[0]) != tuple(weight.parameter.shape)
+        if not weight.parameter.numel()
+        or not weight.outputs
+        or tuple(matrix_layout(weight)[0]) != tuple(weight.parameter.shape)
     ]
 
 
 def check_finite(weights: Mapping[str, Weight]) -> None:
     for name, weight in weights.items():
-        if not bool(weight.parameter.isfinite().all()):
-            raise ValueError(f"{name} has values that are not finite: no grid can hold them; repair the model first")
+        if not bool(weight.parameter.float().isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite in float32; repair the model first")

@@ -10,7 +10,7 @@ give each scale, then each kept weight, the value that makes (Q - W) H (Q - W)^T
 import torch
 from torch import Tensor
 
-from ..ops.grid import Grid, as_bfloat16
+from ..ops.grid import Grid
 from .resources import Clock
 from .solver import inverse_of
 
@@ -19,14 +19,12 @@ SWEEPS = 4  # of coordinate descent; more gain less than a percent of the error 
 
 
 @torch.no_grad()
-def gptq(
-    weight: Tensor, mask: Tensor, factor: Tensor, grid: Grid, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Values of a matrix (out, in) on a grid, as ``dtype`` holds them, and scales (out, groups).
+def gptq(weight: Tensor, mask: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Values of a matrix (out, in) on a grid, in its dtype, and scales (out, groups).
 
     ``factor`` is that of ``factor_of``. Scales are chosen from the kept values alone, after earlier errors came in.
     """
-    dtype = dtype or weight.dtype
+    dtype = weight.dtype
     left = weight.to(factor.dtype, copy=True)  # what is still to be rounded
     values, scales = torch.zeros_like(left), []
     for start in range(0, left.shape[1], grid.group):
@@ -77,7 +75,7 @@ def _best_scale_(
     codes = (grid.nearest(values, scale) - grid.middle) * mask
     curvature = ((panel @ codes) * codes).sum(0)
     step = (slope * codes).sum(0) / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
-    moved = as_bfloat16(scale - step, dtype)
+    moved = grid.allowed(scale - step, dtype)
     change = (codes * moved).to(dtype).to(values.dtype) - values
     is_better = ((panel @ change + 2 * slope) * change).sum(0) < 0
     change *= is_better

@@ -63,16 +63,23 @@ class Result(ChangedModel):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that say what was tuned, what was not, and which layers could not be repaired."""
+        """Sentences that say what was tuned, what was not, and which layers could not be repaired or quantised."""
         level, notes = self.level, self.level.tuning_notes()
-        reasons: dict[str, list[str]] = {}
-        for name, repair in level.repairs.items():
-            if repair.not_repaired:
-                reasons.setdefault(repair.not_repaired, []).append(name)
-        if reasons:
-            num = sum(map(len, reasons.values()))
-            which = "; ".join(f"{_listed(names)} ({reason})" for reason, names in reasons.items())
-            notes.append(f"Pruned but not repaired, {num} of {len(level.weights)} layers: {which}.")
+        reasons: dict[str, dict[str, list[str]]] = {}
+        for name in level.weights:
+            repair = level.repairs.get(name, LayerRepair())
+            is_left_out = level.grids and name not in level.grids and level.weights[name].parameter.numel()
+            for what, reason in {
+                "Pruned but not repaired": repair.not_repaired,
+                "Rounded to the nearest values": repair.only_rounded,
+                "Not in few bits": "its shape does not tell its rows" if is_left_out else None,
+            }.items():
+                if reason:
+                    reasons.setdefault(what, {}).setdefault(reason, []).append(name)
+        for what, by_reason in reasons.items():
+            num = sum(map(len, by_reason.values()))
+            which = "; ".join(f"{_listed(names)} ({reason})" for reason, names in by_reason.items())
+            notes.append(f"{what}, {num} of {len(level.weights)} layers: {which}.")
         return notes + level.not_tuned
 
     def plot(self) -> Figure:
@@ -173,7 +180,7 @@ class QuantizeResult(Result):
 
     def __repr__(self) -> str:
         level = self.level
-        num = sum(weight.parameter.numel() for weight in level.weights.values())
+        num = sum(level.weights[name].parameter.numel() for name in level.grids)
         of = f"{num:,} weights in {len(level.grids)} of {len(level.weights)} layers"
         return f"QuantizeResult({of}{_in_bits(level)}, {self.sparsity:.4%} zero, {self.seconds:.1f} s)"
 

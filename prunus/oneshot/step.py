@@ -48,6 +48,7 @@ class LayerRepair:
     damping: float | None = None  # larger than asked for where the Gram matrix could not be factorised otherwise
     not_repaired: str | None = None  # the reason
     bits_error: float | None = None  # after the weights were put onto a grid of few bits
+    only_rounded: str | None = None  # the reason, where no inputs say how to put them there
 
 
 @dataclass(frozen=True)

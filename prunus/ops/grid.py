@@ -51,17 +51,24 @@ class Grid:
         num_rows = math.prod(shape[dim] for dim in self.outputs)
         return num_rows, self.num_groups(math.prod(size for dim, size in enumerate(shape) if dim not in self.outputs))
 
+    def allowed(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The nearest bfloat16 number with which no value of a code is zero or infinite in ``dtype``."""
+        scales, values = torch.finfo(torch.bfloat16), torch.finfo(dtype)
+        least = 4 * max(scales.tiny, values.smallest_normal * values.eps)
+        most = min(scales.max, values.max) / self.middle * (1 - scales.eps)
+        return scale.clamp(least, most).to(torch.bfloat16).to(scale.dtype)
+
     def fitted(self, weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error.
 
-        ``dtype``, by default that of ``weight``, is the one in which no kept weight may become zero.
+        ``dtype``, by default that of ``weight``, is the one in which no kept weight may become zero or infinite.
         """
-        kept = weight * mask
+        kept, dtype = weight * mask, dtype or weight.dtype
         largest = kept.abs().amax(1, keepdim=True)
-        best = torch.ones_like(largest)
+        best = self.allowed(largest / self.middle, dtype)  # stays where the squares of errors overflow
         least = torch.full_like(largest, torch.inf)
         for clipping in CLIPPINGS:
-            scale = as_bfloat16(largest * (clipping / self.middle), dtype or weight.dtype)
+            scale = self.allowed(largest * (clipping / self.middle), dtype)
             error = ((self.rounded(kept, scale) - kept) * mask).square().sum(1, keepdim=True)
             best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
         return best
@@ -129,10 +136,3 @@ def decoded(coded: Coded, dtype: torch.dtype) -> Tensor:
     weight = coded.grid.values(codes, coded.scales, dtype).contiguous()
     bits.zero_(weight, coded.packed)
     return weight
-
-
-def as_bfloat16(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rounded to a positive bfloat16 number, so large that no value of a code is zero in ``dtype``."""
-    limits = torch.finfo(torch.bfloat16)
-    least = 4 * max(limits.tiny, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    return scale.clamp(least, limits.max).to(torch.bfloat16).to(scale.dtype)

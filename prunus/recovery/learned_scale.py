@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..grids import OnGrid, check_on_grid, on_grids, put_on_grid_
-from ..ops.grid import Grid, as_bfloat16
+from ..ops.grid import Grid
 from ..ops.lazy import as_rows
 from ..ranks import is_dtensor
 
@@ -38,15 +38,13 @@ class LearnedScale:
     @torch.no_grad()
     def follow_(self) -> None:
         """Give the weight the values of its codes with the scales that ``log`` says."""
-        self.log.nan_to_num_(0.0).clamp_(
-            -FARTHEST, FARTHEST
-        )  # codes could not be read from weights that are not finite
+        self.log.nan_to_num_(0.0).clamp_(-FARTHEST, FARTHEST)  # codes cannot be read from weights that are not finite
         self._set_(self.first * self.log.exp(), self.weight.dtype)
 
     @torch.no_grad()
     def finish_(self) -> None:
-        """Round the scales to bfloat16 and the weight to its own dtype, and keep the scales beside it."""
-        self._set_(as_bfloat16(self.now), self.dtype)
+        """Round scales that moved to bfloat16 and the weight to its own dtype, and keep the scales beside it."""
+        self._set_(torch.where(self.log == 0, self.first, self.grid.allowed(self.now, self.dtype)), self.dtype)
         put_on_grid_(self.module, self.key, OnGrid(self.grid, self.now))
 
     def _set_(self, scales: Tensor, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ A kept weight is ``scale * (c - 7.5)``; kernels multiply by that number before i
 Weights on grids of other bits or groups are kept as values, in the other forms.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,11 +83,6 @@ def scales_of(tiles: CodedTiles) -> Tensor:
 def check_coded_tiles(tiles: CodedTiles) -> None:
     """``check_tiles`` of tiles with codes."""
     check_tiles(tiles, HEAD, UNIT, torch.uint8)
-
-
-def cast(tiles: CodedTiles, dtype: torch.dtype) -> CodedTiles:
-    """The same codes and scales, with values of another type."""
-    return replace(tiles, dtype=dtype, launches=type(tiles.launches)())
 
 
 def _packed(codes: Tensor, keep: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

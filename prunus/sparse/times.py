@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..files.json_file import read_json, write_json
 from ..grids import OnGrid
-from ..ops.grid import GROUP, Grid, as_bfloat16
+from ..ops.grid import GROUP, Grid
 from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
 from ._cuda import can_tile
@@ -97,7 +97,7 @@ def rounded_to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight (out, in) rounded to a grid of codes, and the scales of it: what a measurement multiplies by."""
     grid, missing = Grid(BITS), -weight.shape[1] % GROUP
     groups = nn.functional.pad(weight, (0, missing)).view(len(weight), -1, GROUP)
-    scales = as_bfloat16(groups.abs().amax(2).float() / grid.middle).bfloat16()
+    scales = grid.allowed(groups.abs().amax(2).float() / grid.middle, weight.dtype).bfloat16()
     return grid.values(grid.codes(weight, scales), scales, weight.dtype) * (weight != 0), scales
 
 

@@ -177,5 +177,81 @@ def test_a_grouped_transposed_convolution_stays_as_it_is_and_others_do_not():
     torch.manual_seed(0)
     model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
     before = model[0].weight.clone()
-    quantize(model, [torch.randn(4, 4, 6, 6)], progress=False)
+    result = quantize(model, [torch.randn(4, 4, 6, 6)], progress=False)
     assert torch.equal(model[0].weight, before) and set(on_grids(model)) == {"2.weight"}
+    assert result.notes == ["Not in few bits, 1 of 2 layers: 0.weight (its shape does not tell its rows)."]
+    assert f"{model[2].weight.numel()} weights in 1 of 2 layers" in repr(result)
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_weights_that_a_later_call_leaves_out_stay_on_their_grids(tune):
+    model, batches = causal("LlamaForCausalLM")
+    quantize(model, batches, only="*q_proj*", progress=False)
+    first = on_grids(model)
+    second = quantize(model, batches, only="*k_proj*", progress=False)
+    assert on_grids(model).keys() == first.keys() | second.level.grids.keys() > first.keys()
+    repair = Repair(tune=BlockTuning(epochs=1, whole_epochs=1)) if tune else "auto"
+    prune(model, batches, 0.75, only="*v_proj*", repair=repair, progress=False)
+    assert on_grids(model).keys() == first.keys() | second.level.grids.keys()
+    for name, on_grid in on_grids(model).items():
+        check_on_grid(name, model.get_parameter(name), on_grid)
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_the_dense_model_has_the_grids_that_weights_had_before(is_quantised, is_undone):
+    model, batches = causal("LlamaForCausalLM")
+    if is_quantised:
+        quantize(model, batches, 8, only="*q_proj*", progress=False)
+    before, values = on_grids(model), deepcopy(model.state_dict())
+    result = prune(model, batches, 0.75, bits=4, progress=False)
+    if is_undone:
+        result.undo_()
+    now = on_grids(model)
+    dense = result.dense()
+    assert all(torch.equal(value, dense.state_dict()[name]) for name, value in values.items())
+    assert {name: own.grid for name, own in on_grids(dense).items()} == {name: own.grid for name, own in before.items()}
+    for name, on_grid in on_grids(dense).items():
+        check_on_grid(name, dense.get_parameter(name), on_grid)
+    assert {name: own.grid for name, own in on_grids(model).items()} == {name: own.grid for name, own in now.items()}
+
+
+def test_weights_with_and_without_grids_are_pruned_again_after_an_undo():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
+    result = prune(model, (), 0.5, bits=4, progress=False)
+    values = snapshot(model)
+    result.undo_()
+    result.apply_()
+    assert_same(values, snapshot(model))
+    assert result.num_pruned == result.num_weights // 2
+
+
+def test_a_result_says_which_weights_were_only_rounded_and_why():
+    class Unreached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.last(self.used(x).relu())
+
+    batches = [torch.randn(20, 8)]
+    note = "Rounded to the nearest values, 1 of 3 layers: unused.weight (no sample reached it)."
+    assert quantize(Unreached(), batches, progress=False).notes == [note]
+    assert quantize(Unreached(), progress=False).notes == []
+    masks = {"score": "magnitude", "repair": None}
+    assert prune(Unreached(), batches, 0.5, bits=4, progress=False, **masks).notes == [note]
+    solved = prune(Unreached(), batches, 0.5, bits=4, progress=False).notes
+    assert solved == ["Pruned but not repaired, 1 of 3 layers: unused.weight (no sample reached it)."]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_a_weight_without_elements_stays_as_it_is(shape):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].empty = nn.Linear(*reversed(shape))
+    for batches in ([torch.randn(20, 8)], ()):
+        result = quantize(model, batches, include="*", progress=False)
+        assert set(on_grids(model)) == {"0.weight", "2.weight"} and result.notes == []
+        assert prune(model, batches, 0.5, include="*", bits=4, progress=False).num_pruned == 64

@@ -20,7 +20,7 @@ from torch import nn
 
 from prunus import quantize, recover
 from prunus.grids import OnGrid, on_grids, put_on_grid_
-from prunus.ops.grid import Grid, as_bfloat16
+from prunus.ops.grid import Grid
 from prunus.recovery.learned_scale import LearnedScale, check_codes
 
 
@@ -169,7 +169,7 @@ def test_the_gradient_of_a_scale_is_that_of_autograd(num_rows, num_columns, grou
     grid = Grid(4, group)
     layer = nn.Linear(num_columns, num_rows, bias=False)
     codes = torch.randint(16, layer.weight.shape).byte()
-    scales = as_bfloat16(torch.rand(grid.scales_shape(layer.weight.shape)) + 0.1)
+    scales = (torch.rand(grid.scales_shape(layer.weight.shape)) + 0.1).bfloat16().float()
     mask, upstream = torch.rand(layer.weight.shape) > 0.4, torch.randn(layer.weight.shape)
     with torch.no_grad():
         layer.weight.copy_(grid.values(codes, scales, torch.float32) * mask)
@@ -182,3 +182,21 @@ def test_the_gradient_of_a_scale_is_that_of_autograd(num_rows, num_columns, grou
     ((codes - grid.middle) * by_column * mask * upstream).sum().backward()
     torch.testing.assert_close(learned.log.grad, log.grad, rtol=1e-4, atol=1e-5)
     assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("log", [-10.0, 10.0])
+@pytest.mark.parametrize("largest", [0.0, torch.inf])
+def test_scales_at_the_limits_of_a_dtype_neither_lose_a_weight_nor_make_one_infinite(dtype, log, largest):
+    grid = Grid(4, 8)
+    layer, codes = nn.Linear(16, 1, bias=False), torch.arange(16).byte().view(1, 16)
+    scales = grid.allowed(torch.full((1, 2), largest), dtype)
+    layer.weight.data = grid.values(codes, scales, dtype).float()
+    put_on_grid_(layer, "weight", OnGrid(grid, scales))
+    learned = LearnedScale(layer, "weight", on_grids(layer)["weight"], dtype)
+    learned.log.data.fill_(log)
+    learned.follow_()
+    learned.finish_()
+    values = layer.weight.detach().to(dtype)
+    assert (values != 0).all() and values.isfinite().all()
+    assert torch.equal(grid.codes(values, on_grids(layer)["weight"].scales), codes)
