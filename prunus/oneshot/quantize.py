@@ -80,6 +80,10 @@ def quantized_(
     **how: Any,
 ) -> QuantizeResult:
     """``quantize`` with any grid, for comparisons."""
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then quantize"
+        )
     calibration = Calibration(model, batches, takes_frozen=True, **how)
     level = Level(calibration.weights, {name: nonzero(w.parameter.detach()) for name, w in calibration.weights.items()})
     try:

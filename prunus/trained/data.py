@@ -212,7 +212,9 @@ def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int
     """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
     available = num_windows(ids, length, start)
     if not available:
-        raise ValueError(f"a window of {length} tokens is more than all {len(ids)}; give more text, or a smaller --length")
+        raise ValueError(
+            f"a window of {length} tokens is more than all {len(ids)}; give more text, or a smaller --length"
+        )
     if available < num:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
     return windows_at(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)

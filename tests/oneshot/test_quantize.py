@@ -147,6 +147,13 @@ def test_what_a_later_call_changes_is_off_its_grid_and_comes_back_to_it():
     assert {on_grid.grid.bits for on_grid in on_grids(model).values()} == {4}
 
 
+def test_adapters_are_to_be_merged_first():
+    case = mlp()
+    case.model.peft_config = {"default": object()}
+    with pytest.raises(ValueError, match="the model has adapters; merge them first"):
+        quantize(case.model, case.batches)
+
+
 @pytest.mark.parametrize("bits", [5, 0, True, "4", 4.5, None])
 def test_bits_that_are_not_offered_are_refused(bits):
     case = mlp()
