@@ -20,7 +20,8 @@ from .study import SLIGHT, gains, level_name
 ORDER = ("GPT-51M", "SmolLM2-135M", "stories15M")
 GOAL = 0.003  # what 4 bits may add to the perplexity of 16 bits
 GOAL_LEVELS = ("50", "80")
-FOUR = ("4", "4-gptq", "4-nearest")  # forms of 4 bits: ours, and those beside it
+FOUR = {"4": "4 bits", "4-together": "while pruning", "4-gptq": "GPTQ alone", "4-nearest": "nearest"}
+OF_GOAL = 2  # of these are ours
 SPARSE = ("repair", "recover", "trained", "trained-recover")
 SHRUNK = ("shrink", "shrink-recover")
 VERBS = {  # way: what to do in fewer than 16 bits, and in 16
@@ -202,10 +203,10 @@ def _bands(model: BitsFigures) -> str:
 
 def _goals(models: Sequence[BitsFigures]) -> str:
     """The best sparse model of a level in 16 bits, and in 4."""
-    headings = ["model and level", "way", "16 bits", "4 bits", "GPTQ alone", "nearest", "goal", "outcome"]
+    headings = ["model and level", "way", "16 bits", *FOUR.values(), "goal", "outcome"]
     by_name, lines = {model.figures.name: model.figures for model in models}, []
     for name, level in ((name, level) for name in ORDER for level in GOAL_LEVELS):
-        figures, cells = by_name.get(name), ["", "", "", "", ""]
+        figures, cells = by_name.get(name), [""] * (2 + len(FOUR))
         ways = [way for way in SPARSE if figures and any(loss is not None for loss in _losses_of(figures, way, level))]
         outcome = "**not measured**"
         if figures and ways:
@@ -215,8 +216,9 @@ def _goals(models: Sequence[BitsFigures]) -> str:
             for form, lost in zip(FOUR, losses, strict=True):
                 shown = figures.cell(f"{way} {form}", level, ends=False)
                 cells.append("" if lost is None else f"{shown}, {percent(lost, 2)}")
-            if (loss := losses[0]) is not None:
-                outcome = "met" if loss <= GOAL else f"**missed by {100 * (loss - GOAL):.2f} points**"
+            if ours := [loss for loss in losses[:OF_GOAL] if loss is not None]:
+                over = 100 * (min(ours) - GOAL)
+                outcome = "met" if over <= 0 else f"**missed by {over:.2f} points**"
         lines.append([f"{name}, {level_name(level)}", *cells, f"{GOAL:+.1%}", outcome])
     return markdown_table(headings, lines, words=(0, 1, len(headings) - 1))
 
