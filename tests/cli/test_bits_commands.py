@@ -57,6 +57,7 @@ def test_prune_writes_few_bits_with_the_zeros_it_counts_and_says_what_they_cost(
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "out", "valid.u16"]
 
 
+@pytest.mark.slow
 def test_the_figure_of_the_last_row_is_that_of_the_folder(folder, capsys):
     out, _ = prune(folder, "--bits", 4)
     capsys.readouterr()
@@ -64,6 +65,7 @@ def test_the_figure_of_the_last_row_is_that_of_the_folder(folder, capsys):
     assert f"{rows_of(out)['repaired, 4 bits']['perplexity']:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_after_a_recovery_the_recovered_weights_are_rounded(folder, capsys):
     out, result = prune(folder, "--sparsity", 0.6, "--bits", 4, "--recover", 400)
     said = capsys.readouterr().out
@@ -107,6 +109,7 @@ def test_the_nearest_values_lose_more_than_calibrated_ones(folder):
     assert lost[0] < lost[1]
 
 
+@pytest.mark.slow
 def test_other_commands_read_the_folder(folder, capsys):
     small, _ = prune(folder, "--sparsity", 0.6, "--bits", 4, out="small")
     run("doctor", small)
@@ -116,6 +119,7 @@ def test_other_commands_read_the_folder(folder, capsys):
     assert all(torch.equal(values[name], plain[name]) for name in values)
 
 
+@pytest.mark.slow
 def test_pruning_a_folder_of_few_bits_further_says_that_the_result_is_of_full_size_without_bits(folder, capsys):
     small, _ = prune(folder, "--sparsity", 0.6, "--bits", 4, out="small")
     for options, is_full in (([], True), (["--bits", 4], False)):
@@ -169,6 +173,7 @@ def test_a_function_of_a_users_own_is_written_with_the_line_that_loads_it(tmp_pa
     run("doctor", "out")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_weights")
 @pytest.mark.parametrize("command", [pytest.param("prune", marks=pytest.mark.slow), "export"])
 def test_a_run_of_train_is_rounded_on_its_own_data_and_evaluated(tmp_path, command, capsys):
@@ -187,6 +192,7 @@ def test_a_run_of_train_is_rounded_on_its_own_data_and_evaluated(tmp_path, comma
 RECOVERED = pytest.param("prune --recover 200", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["export", RECOVERED])
 def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder, command, monkeypatch):
     name, *options = command.split()

@@ -199,6 +199,7 @@ def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_rem
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on_from_what_is_done_and_writes_the_same(made, shrunk, tmp_path, monkeypatch):
     from prunus.oneshot.journal import Journal
 

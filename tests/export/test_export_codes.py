@@ -109,6 +109,7 @@ def test_save_pretrained_writes_ordinary_values_that_transformers_loads(tmp_path
     assert not on_grids(load_any_model(tmp_path / "plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "in, out"])
 def test_export_keeps_codes_between_small_folders_and_writes_values_to_plain_ones(name, tmp_path, capsys):
     model = put_on_grids_(MODELS[name]().bfloat16())

@@ -104,6 +104,7 @@ def test_bits_a_weight_follow_the_formula():
     assert quantize(nn.Sequential(dense), only="*", include="*", progress=False).level.bits_a_weight == 4 + 16 / 128
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(tmp_path):
     class Killed(Exception):
         pass
@@ -204,6 +205,7 @@ def test_weights_that_a_later_call_leaves_out_stay_on_their_grids(tune):
         check_on_grid(name, model.get_parameter(name), on_grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_undone", [False, True])
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_the_dense_model_has_the_grids_that_weights_had_before(is_quantised, is_undone):

@@ -200,6 +200,7 @@ def test_an_exception_in_the_middle_leaves_the_model_as_before(monkeypatch):
     assert is_as_before(model, before)
 
 
+@pytest.mark.slow
 def test_a_shrinking_that_was_interrupted_ends_with_the_same_bits(tmp_path):
     whole, model = llama(), llama()
     shrink(whole, batches(), size=0.6, tune=SHORT)
@@ -258,6 +259,7 @@ def test_a_model_without_some_layers_is_tuned_towards_the_whole_dense_model():
     assert distance(tuned, wanted) < distance(plain, wanted)
 
 
+@pytest.mark.slow
 def test_a_measured_split_keeps_the_mixture_that_is_nearest_to_the_dense_model():
     model = llama()
     before = state(model)

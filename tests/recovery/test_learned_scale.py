@@ -48,6 +48,7 @@ def test_scales_learn_codes_and_zeros_stay_and_undo_brings_all_back(teacher, dty
     assert are_equal(state_of(student), before)
 
 
+@pytest.mark.slow
 def test_what_quantize_gives_recovers_and_is_undone_after_the_recovery(teacher):
     student, batches = pruned(teacher), sequences(12)
     sparse = bits_of(student)
@@ -97,6 +98,7 @@ def test_a_student_that_gets_worse_ends_as_it_began(teacher):
         assert are_equal(state_of(student), before)
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_weights_and_scales_as_they_were(teacher):
     def batches():
         yield from sequences(20)
@@ -129,6 +131,7 @@ def test_plain_models_with_convolutions_and_ragged_groups_learn():
     assert are_equal(codes_of(student), codes) and are_equal(zeros_of(student), zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"bf16": True}, {"accumulate": 2}, {"hard": 0.5}])
 def test_codes_stay_in_every_kind_of_run(teacher, options):
     student = in_codes(pruned(teacher))

@@ -251,6 +251,7 @@ def folders(teacher, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_one_command_prunes_and_recovers_text_however_little_it_is(folders, capsys):
     from prunus.cli import main
 

@@ -128,6 +128,7 @@ def test_a_best_state_before_the_kill_is_kept(teacher, tmp_path, monkeypatch):
     assert are_equal(broken[0], unbroken[0]) and broken[1] == unbroken[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [llama, Tied])
 def test_scales_of_codes_go_on_where_they_were(tmp_path, monkeypatch, kind):
     torch.manual_seed(0)
