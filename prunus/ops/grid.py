@@ -55,8 +55,12 @@ class Grid:
         """The nearest bfloat16 number with which no value of a code is zero or infinite in ``dtype``."""
         scales, values = torch.finfo(torch.bfloat16), torch.finfo(dtype)
         least = 4 * max(scales.tiny, values.smallest_normal * values.eps)
-        most = min(scales.max, values.max) / self.middle * (1 - scales.eps)
-        return scale.clamp(least, most).to(torch.bfloat16).to(scale.dtype)
+        return scale.clamp(least, self.most(dtype)).to(torch.bfloat16).to(scale.dtype)
+
+    def most(self, dtype: torch.dtype) -> float:
+        """The largest scale with which no value is infinite in ``dtype``, however it is rounded."""
+        scales = torch.finfo(torch.bfloat16)
+        return min(scales.max, torch.finfo(dtype).max) / self.middle * (1 - scales.eps)
 
     def fitted(self, weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error.

@@ -38,8 +38,10 @@ class LearnedScale:
     @torch.no_grad()
     def follow_(self) -> None:
         """Give the weight the values of its codes with the scales that ``log`` says."""
-        self.log.nan_to_num_(0.0).clamp_(-FARTHEST, FARTHEST)  # codes cannot be read from weights that are not finite
-        self._set_(self.first * self.log.exp(), self.weight.dtype)
+        # codes cannot be read from weights that are not finite
+        self.log.nan_to_num_(0.0).clamp_(-FARTHEST, FARTHEST)
+        scales = (self.first * self.log.exp()).clamp(max=self.grid.most(self.weight.dtype))
+        self._set_(scales, self.weight.dtype)
 
     @torch.no_grad()
     def finish_(self) -> None:
