@@ -25,11 +25,8 @@ def test_a_function_of_another_machine_differs_by_units_in_the_last_place_and_by
     assert torch.equal(of(x), here)
 
 
-@pytest.mark.parametrize(
-    ("machine", "capability"),
-    [("other-roots", "default"), pytest.param("no-onednn", None, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "capability"), [("other-roots", "default"), ("no-onednn", None)], ids=str)
 def test_implementations_agree_on_another_machine(machine, capability):
     """In a process of its own, because torch reads its instruction set when it is loaded."""
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.rounding" in path.read_text()]
