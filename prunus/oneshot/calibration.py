@@ -20,7 +20,7 @@ from .forward import first_tensor, frozen, outputs
 from .offload import Offload
 from .progress import Meter, Progress
 from .resources import FAILURES, Clock, Cost, Peak, is_out_of_memory, release
-from .samples import Chunk, Pick, Samples, Tree, check_batches, in_words, moved, samples_of
+from .samples import Chunk, Pick, Samples, Tree, check_batches, in_words, is_empty, moved, samples_of
 
 Patterns = str | Sequence[str]
 # relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
@@ -76,7 +76,7 @@ class Calibration:
 
     @property
     def has_batches(self) -> bool:
-        return not (hasattr(self._batches, "__len__") and len(self._batches) == 0)  # pyrefly: ignore[bad-argument-type]
+        return not is_empty(self._batches)
 
     @cached_property
     def samples(self) -> Samples:

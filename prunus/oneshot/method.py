@@ -11,7 +11,7 @@ from ..select import Global, PerLayer, PerRow, Selector
 from .options import Repair
 from .probe.objective import Loss
 from .probe.prober import Probe
-from .samples import digest
+from .samples import digest, is_empty
 
 ScoreLike = str | Callable[..., Tensor]
 
@@ -36,7 +36,7 @@ class Method:
         **more: Any,
     ) -> "Method":
         """What is left open is filled in: score, selector and repair."""
-        has_batches = not (hasattr(batches, "__len__") and len(batches) == 0)
+        has_batches = not is_empty(batches)
         if not has_batches and batches != ():
             raise ValueError("no calibration samples were given: batches is empty; leave it out to prune by magnitude")
         if repair == "auto":

@@ -41,7 +41,8 @@ def quantize(
 
     A kept weight becomes ``scale * (c - (2^bits - 1) / 2)`` with a code c and a scale for every 128 weights of a row;
     no code is zero, so that zeros and their number stay exactly as they are. With batches, weights are rounded one
-    column after another, and the next columns make up for what is lost (GPTQ); without, each is rounded to the nearest.
+    column after another, and the next columns make up for what is lost (GPTQ); then each scale and each code takes the
+    value that is best beside all others (coordinate descent). Without batches each weight is rounded to the nearest.
 
     The weights stay ordinary parameters, and each layer holds its scales beside them: ``save_model`` then writes codes,
     ``save_pretrained`` ordinary values, and ``recover`` trains the scales. Training weights takes them off their grid.
@@ -143,4 +144,4 @@ def without_grid(weights: Mapping[str, Weight]) -> list[str]:
 def check_finite(weights: Mapping[str, Weight]) -> None:
     for name, weight in weights.items():
         if not bool(weight.parameter.float().isfinite().all()):
-            raise ValueError(f"{name} has values that are not finite in float32; repair the model first")
+            raise ValueError(f"{name} has values that are not finite in float32; replace them before you quantise")

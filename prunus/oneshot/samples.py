@@ -107,6 +107,11 @@ def check_batches(batches: Any) -> None:
         )
 
 
+def is_empty(batches: Any) -> bool:
+    """Whether ``batches`` are known to be none; an iterator is not read for it."""
+    return hasattr(batches, "__len__") and len(batches) == 0
+
+
 def samples_of(batches: Iterable[Any]) -> Samples:
     """All samples of ``batches``, which are read once: a loader that shuffles has no effect later."""
     stacks = []
