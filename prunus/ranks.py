@@ -88,7 +88,20 @@ class Ranks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks, without waiting for the device."""
-        return self._reduced(values.clone(), dist.ReduceOp.SUM, self.groups)
+        return self.sum_(values.clone())
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """The same, in the memory of ``values`` where that is on the device of the group."""
+        return self._reduced(values, dist.ReduceOp.SUM, self.groups)
+
+    def stacked(self, values: Tensor) -> Tensor:
+        """The values of every rank of the only group, which have one shape: (ranks, ...)."""
+        [group] = self.groups
+        own = _on_device_of(group, values.contiguous().view(-1).view(torch.uint8))
+        every = own.new_empty(self.size, len(own))
+        dist.all_gather(list(every), own, group)
+        self.num_bytes += every.numel()
+        return every.to(values.device).view(-1).view(values.dtype).view(self.size, *values.shape)
 
     def differ(self, numbers: Sequence[int]) -> bool:
         """Whether ``numbers``, one for each group of ``copies``, differ within such a group; the same on all ranks."""
@@ -108,8 +121,7 @@ class Ranks:
     def _reduced(self, tensor: Tensor, op: Any, groups: Sequence[ProcessGroup]) -> Tensor:
         device = tensor.device
         for group in groups:
-            on_gpu = "nccl" in dist.get_backend(group)
-            tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+            tensor = _on_device_of(group, tensor)
             dist.all_reduce(tensor, op, group)
             self.num_bytes += tensor.numel() * tensor.element_size()
             self.num_sums += 1
@@ -126,6 +138,11 @@ class Ranks:
         raise RemoteError(
             message if isinstance(failed, RemoteError) else f"{message} (rank {', '.join(map(str, failing))})"
         ) from failed
+
+
+def _on_device_of(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    on_gpu = "nccl" in dist.get_backend(group)
+    return tensor.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
 
 
 def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> Ranks | None:

@@ -162,11 +162,12 @@ def _dims(source: Lazy) -> tuple[list[int], list[int]]:
 
 def smallest(rows: RowScores, num_drop: int) -> Tensor:
     """Where the ``num_drop`` smallest of each row stand, the first of equal ones first."""
+    return _smallest_of_whole(rows.scores, num_drop) if rows.shard is None else _smallest_by_counts(rows, num_drop)
+
+
+def _smallest_of_whole(scores: Tensor, num_drop: int) -> Tensor:
     if num_drop == 0:
-        return torch.zeros_like(rows.scores, dtype=torch.bool)
-    if rows.shard is not None:
-        return _smallest_by_counts(rows, num_drop)
-    scores = rows.scores
+        return torch.zeros_like(scores, dtype=torch.bool)
     if scores.is_cpu:  # where numpy's selection is faster
         threshold = torch.from_numpy(np.partition(scores.numpy(), num_drop - 1)[:, num_drop - 1 : num_drop].copy())
     else:
@@ -180,6 +181,8 @@ def smallest(rows: RowScores, num_drop: int) -> Tensor:
 
 
 def _smallest_by_counts(rows: RowScores, num_drop: int) -> Tensor:
+    if num_drop == 0:
+        return torch.zeros_like(rows.scores, dtype=torch.bool)
     keys, everything = sortable(rows.scores), torch.ones_like(rows.scores, dtype=torch.bool)
     wanted = torch.full((rows.num, 1), num_drop, device=keys.device)
     width = 8 * rows.scores.element_size()
@@ -217,8 +220,12 @@ def _descend(rows: RowScores, keys: Tensor, valid: Tensor, wanted: Tensor, width
 
 def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool) -> Decide:
     """Where the ``num_drop`` smallest of each group of neighbours stand; groups that shards cut are put together."""
+
+    def of_whole(scores: Tensor) -> Tensor:
+        return _smallest_of_whole(scores.reshape(-1, group), num_drop).view(scores.shape)
+
     if not is_shared:
-        return lambda rows: _smallest_of_whole_groups(rows.scores, num_drop, group)
+        return lambda rows: of_whole(rows.scores)
     shard, (_, columns) = source.shard, _places_of(source)
     assert shard is not None
     num_here = torch.bincount(columns // group, minlength=source.num_inputs // group)
@@ -228,24 +235,13 @@ def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool)
 
     def decide(rows: RowScores) -> Tensor:
         dropped = torch.empty_like(rows.scores, dtype=torch.bool)
-        dropped[:, ~is_torn] = _smallest_of_whole_groups(rows.scores[:, ~is_torn], num_drop, group)
+        dropped[:, ~is_torn] = of_whole(rows.scores[:, ~is_torn])
         whole = rows.scores.new_zeros(rows.num, int(torn.sum()) * group)
         whole[rows.indices.unsqueeze(1), places] = rows.scores[:, is_torn]
-        dropped_whole = _smallest_of_whole_groups(rows.total(whole), num_drop, group)
-        dropped[:, is_torn] = dropped_whole[rows.indices.unsqueeze(1), places]
+        dropped[:, is_torn] = of_whole(rows.total(whole))[rows.indices.unsqueeze(1), places]
         return dropped
 
     return decide
-
-
-def _smallest_of_whole_groups(scores: Tensor, num_drop: int, group: int) -> Tensor:
-    groups = scores.unflatten(1, (-1, group))
-    rank = torch.zeros(groups.shape, dtype=torch.int16, device=scores.device)
-    for j in range(group):
-        other = groups[..., j : j + 1]
-        rank[..., : j + 1] += other < groups[..., : j + 1]
-        rank[..., j + 1 :] += other <= groups[..., j + 1 :]
-    return (rank < num_drop).flatten(1)
 
 
 def num_pruned(source: Lazy, live: Packed, group: int, is_shared: bool) -> Tensor:

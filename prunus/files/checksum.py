@@ -34,8 +34,8 @@ def hexadecimal(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def read_pieces(fd: int, begin: int, size: int, is_temporary: bool) -> tuple[Tensor, list[int]]:
-    """Bytes of a file, and the CRC-32s of their pieces.
+def read_pieces(fd: int, begin: int, size: int, *, is_temporary: bool, sums: bool) -> tuple[Tensor, list[int]]:
+    """Bytes of a file, and the CRC-32s of their pieces, or zeros if they are not wanted (``sums``).
 
     Large temporary ones go back to the system when they are freed, where the heap would keep a hole between tensors.
     """
@@ -54,6 +54,6 @@ def read_pieces(fd: int, begin: int, size: int, is_temporary: bool) -> tuple[Ten
             if not count:
                 raise ValueError("the file is cut short")
             done += count
-        return zlib.crc32(piece)
+        return zlib.crc32(piece) if sums else 0
 
     return data, in_threads(work, range(0, len(data), PIECE))

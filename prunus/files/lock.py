@@ -2,18 +2,24 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder to work in, which is made if it is not there."""
+    """Keep other processes out of a folder to work in; folders that are made for it go if they stay empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with try_lock(folder) as is_locked:
-        if is_locked is False:
-            raise ValueError(f"another process works in {folder}; wait for its end, or choose another --out")
-        yield
+    try:
+        with try_lock(folder) as is_locked:
+            if is_locked is False:
+                raise ValueError(f"another process works in {folder}; wait for its end, or choose another place")
+            yield
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 @contextmanager

@@ -48,7 +48,8 @@ class TensorFile:
             entries, sums = {}, []
             for suffix, full in zip(record.layout.entries(0), entry_names(name, record), strict=True):
                 entry = self.header.entries[full]
-                data, crcs = read_pieces(self.fd, entry.begin, entry.end - entry.begin, is_temporary=bool(suffix))
+                size, has_sums = entry.end - entry.begin, record.crc32 is not None
+                data, crcs = read_pieces(self.fd, entry.begin, size, is_temporary=bool(suffix), sums=has_sums)
                 entries[suffix] = data.view(DTYPES[entry.dtype]).view(entry.shape)
                 sums += crcs
             if record.crc32 not in (None, combined(sums)):

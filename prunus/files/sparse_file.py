@@ -29,7 +29,7 @@ def save_sparse(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
-    """Write the tensors to ``path``, a .safetensors file; what became of each is returned.
+    """Write the tensors to ``path``, a .safetensors file, and return how each was stored.
 
     The zeros of a tensor say whether it is stored sparse. More than ``max_shard_bytes`` go into several
     files with an index beside them. With ``masks``, a non-zero weight that a mask says is pruned is refused.
@@ -83,7 +83,7 @@ def in_memory(
         specs[name] = TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape))
 
     for name, on_grid in (grids or {}).items():
-        _check_grid(name, tensors, on_grid)
+        check_grid(name, tensors, on_grid)
     stored_grids = {aliases.get(name, name): on_grid for name, on_grid in (grids or {}).items()}
 
     def fetch(name: str) -> Tensor:
@@ -122,7 +122,7 @@ def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
         )
 
 
-def _check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> None:
+def check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> None:
     """ValueError that names a weight unless it is on its grid, whose scales a file can hold."""
     if name not in tensors:
         raise ValueError(f"there is a grid for {name!r}, but no such tensor")

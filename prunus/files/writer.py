@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 from torch import Tensor
 
+from ..ops.bits import words_of
 from ..ops.grid import Coded
 from .atomic import part_file, publish, sync, write_atomically
 from .checksum import checksum
@@ -33,11 +35,6 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def _no_codes(name: str) -> Coded | None:
-    """Of tensors that are not on grids."""
-    return None
-
-
 @dataclass(frozen=True)
 class TensorSource:
     """Types and shapes of tensors by name, other names of some, and the function that fetches one.
@@ -50,7 +47,7 @@ class TensorSource:
     fetch: Callable[[str], Tensor]
     order: list[str]  # all names as they were given
     metadata: dict[str, str]
-    fetch_coded: Callable[[str], Coded | None] = _no_codes
+    fetch_coded: Callable[[str], Coded | None]
 
 
 @dataclass(frozen=True)
@@ -289,6 +286,6 @@ def _row(name: str, encoded: Encoded, record: TensorRecord) -> SavedTensor:
     if encoded.grid is not None:
         return SavedTensor(name, encoded.encoding, *counts, bits=encoded.grid.bits)
     values = list(encoded.entries.values())[-1]
-    has_sign = values.is_floating_point() and values.element_size() > 1
-    negative = encoded.num_nonzero - int(values.count_nonzero()) if has_sign else 0
+    has_sign, words = values.is_floating_point() and values.element_size() > 1, words_of(values).numpy()
+    negative = int(np.count_nonzero(words == np.iinfo(words.dtype).min)) if has_sign else 0  # the sign bit alone
     return SavedTensor(name, encoded.encoding, *counts, negative)

@@ -1,21 +1,24 @@
 """Running statistics of batch norms, renewed for the weights that pruning has changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .blocks import Reached, Stream
+from ..ranks import Ranks
+from .blocks import Reached, seen_calls
 from .calibration import Calibration
 from .forward import outputs, swapped
 from .originals import Originals
-from .resources import is_out_of_memory, release
+from .resources import fits
 from .samples import Chunk
+from .shared_work import agreed, all_of
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], siz
     The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
     model would lose by them. Where no weight has changed, nothing changes. Norms are renewed in the order of their
     calls, each with those before it renewed, and in eval mode, so that it does not matter how samples are batched.
-    Where one pass holds all samples, it renews each norm as it comes to it. Otherwise each norm takes passes of its
-    own, which may start at any of the ``blocks``.
+    Where one pass of one process holds all samples, it renews each norm as it comes to it. Otherwise each norm takes
+    passes of its own, which may start at any of the ``blocks``.
     """
     norms = [m for m in calibration.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms or len(calibration.samples) < 2:
         return
-    reader = _Passes(calibration, blocks, size)
+    reader = _Passes(calibration.shared(), blocks, size)
     with swapped({tensor: values.to(tensor.device) for tensor, values in originals.whole.items()}):
         before = reader.read(norms)
     done: set[_BatchNorm] = set()
@@ -76,9 +79,7 @@ class _Passes:
         self.calibration, self.blocks, self.size = calibration, blocks, size
         self.starts: dict[_BatchNorm, int] = {}  # blocks that have ended when a norm is first called
         self.num_calls: dict[_BatchNorm, int] = {}  # in a pass, at most
-        self._stream = Stream(
-            blocks, calibration.samples, calibration.device if calibration.offload is not None else None
-        )
+        self._stream = calibration.stream(blocks)
         self._position = 0  # blocks that the stream has left behind
 
     def read(self, norms: Sequence[_BatchNorm], num_calls: int = 0) -> dict[_BatchNorm, Channels]:
@@ -89,14 +90,28 @@ class _Passes:
             norm, inputs = call
             channels[norm] = channels[norm] + inputs if norm in channels else inputs
 
-        self.calibration.visit(self.size, partial(self._calls, norms, num_calls), add)
+        ranks = self.calibration.ranks
+        agreed(ranks, partial(self.calibration.visit, self.size, partial(self._calls, norms, num_calls), add))
+        return channels if ranks is None else self._of_all_ranks(norms, channels, ranks)
+
+    def _of_all_ranks(
+        self, norms: Sequence[_BatchNorm], own: Mapping[_BatchNorm, Channels], ranks: Ranks
+    ) -> dict[_BatchNorm, Channels]:
+        """What norms read on all ranks, in the order of the first rank's calls."""
+        numbers, channels = {norm: number for number, norm in enumerate(norms)}, dict[_BatchNorm, Channels]()
+        here = [(numbers[norm], read, self.starts[norm], self.num_calls[norm]) for norm, read in own.items()]
+        for number, read, start, num_calls in chain(*all_of(ranks, here, self.calibration.device)):
+            norm = norms[number]
+            channels[norm] = channels[norm] + read if norm in channels else read
+            self.starts[norm] = min(self.starts.get(norm, start), start)
+            self.num_calls[norm] = max(self.num_calls.get(norm, 1), num_calls)
         return channels
 
     def read_alone(self, norm: _BatchNorm) -> Channels | None:
         """What one norm reads, if it is called; the stream moves on to the block that calls it."""
         visit = partial(self.calibration.visit, self.size)
         while self._position < self.starts[norm]:
-            self._stream.advance(self._position, self._forward, visit)
+            agreed(self.calibration.ranks, partial(self._stream.advance, self._position, self._forward, visit))
             self._position += 1
         return self.read([norm], self.num_calls[norm]).get(norm)
 
@@ -106,16 +121,8 @@ class _Passes:
         Where memory runs out, norms that come later are left out.
         """
         first, *others = self.calibration.samples.chunks(self.size)
-        if others or max(self.num_calls.values(), default=1) > 1:
-            return
-        try:
-            self._calls(norms, 0, first, act)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            return
-        release(self.calibration.device)  # outside the handler: the error keeps the tensors of the failed pass alive
+        if not others and max(self.num_calls.values(), default=1) == 1 and self.calibration.ranks is None:
+            fits(lambda: self._calls(norms, 0, first, act), self.calibration.device)
 
     def _forward(self, chunk: Chunk) -> None:
         outputs(self.calibration.model, self.calibration.batch(chunk))
@@ -129,28 +136,22 @@ class _Passes:
     ) -> list[tuple[_BatchNorm, Channels]]:
         """What norms read in one pass, call by call; ``act`` is called with it before the norm runs."""
         calls: list[tuple[_BatchNorm, Channels]] = []
-        num_ended = self._position
-
-        def end(*_: object) -> None:
-            nonlocal num_ended
-            num_ended += 1
 
         def store(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = next(iter(args or kwargs.values())).detach().transpose(0, 1).flatten(1)
             var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
             calls.append((norm, Channels(x.shape[1], mean, var)))
-            self.starts[norm] = min(self.starts.get(norm, num_ended), num_ended)
+            start = self._position + blocks.num_ended
+            self.starts[norm] = min(self.starts.get(norm, start), start)
             self.num_calls[norm] = max(self.num_calls.get(norm, 1), sum(other is norm for other, _ in calls))
             if act is not None:
                 act(*calls[-1])
             if len(calls) == num_calls:
                 raise Reached
 
-        with ExitStack() as stack:
-            for block in self.blocks[self._position :]:
-                stack.callback(block.register_forward_hook(end).remove)
+        with ExitStack() as stack, seen_calls(self.blocks[self._position :]) as blocks:
             for norm in norms:
-                stack.callback(norm.register_forward_pre_hook(store, with_kwargs=True).remove)
+                stack.enter_context(norm.register_forward_pre_hook(store, with_kwargs=True))
             with suppress(Reached), self._stream.starting_at(self._position, chunk):
                 self._forward(chunk)
         return calls

@@ -4,7 +4,8 @@ Stored activations let a pass start at any block. Blocks before it do not run: s
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,20 @@ from torch.utils import _pytree as pytree
 from ..eligible import Weight
 from .forward import replaced
 from .resources import FAILURES
-from .samples import Chunk, Pick, Samples, Tree, copied, joined, moved, repeated, room_for, rows, write_rows
+from .samples import (
+    Chunk,
+    Pick,
+    Samples,
+    Tree,
+    copied,
+    copied_rows,
+    moved,
+    repeated,
+    room_for,
+    rows,
+    write_rows,
+)
+from .spill import FileRows, Spill
 
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative
 
@@ -41,6 +55,29 @@ def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
 def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:
     """Index of the block that holds ``module``."""
     return next((i for i, block in enumerate(blocks) if any(module is part for part in block.modules())), None)
+
+
+@dataclass
+class Calls:
+    """Calls of blocks: their numbers, in order, and how many have ended."""
+
+    order: list[int] = field(default_factory=list)
+    num_ended: int = 0
+
+
+@contextmanager
+def seen_calls(blocks: Sequence[nn.Module]) -> Iterator[Calls]:
+    """The calls of some blocks while this is open."""
+    calls = Calls()
+
+    def end(*_: object) -> None:
+        calls.num_ended += 1
+
+    with ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            stack.enter_context(block.register_forward_pre_hook(lambda *_, i=number: calls.order.append(i)))
+            stack.enter_context(block.register_forward_hook(end))
+        yield calls
 
 
 STUB = "returns_stored_output"  # attribute of a forward that computes nothing
@@ -73,10 +110,17 @@ class Stream:
     the model itself computes masks, position embeddings, head and loss.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], samples: Samples, offload: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        samples: Samples,
+        offload: torch.device | None = None,
+        spill: Spill | None = None,
+    ) -> None:
         self.blocks = blocks
         self.samples = samples
         self.offload = offload  # the device of the passes, where activations are to be stored in main memory
+        self.spill = spill  # where activations go for which there is no memory, as ``advance`` stores them
         self.wanted: Collection[int] = range(len(blocks) + 1)
         self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per stack of samples
 
@@ -96,16 +140,11 @@ class Stream:
         """
         if k == 0 or k in self._outputs:
             return 0
-        first = max((i for i in self._outputs if i < k), default=0)
-        outputs: dict[int, list[list[Tree]]] = {i: [[] for _ in self.samples.stacks] for i in range(first + 1, k + 1)}
-        sizes: list[list[int]] = [[] for _ in self.samples.stacks]
+        first, found = max((i for i in self._outputs if i < k), default=0), dict[int, list[Tree]]()
         for chunk in self.samples.chunks(size):
             for i, output in self.run(first, k, forward, chunk).items():
-                outputs[i][chunk.stack].append(output)
-            sizes[chunk.stack].append(chunk.size)
-        for i, stacks in outputs.items():
-            if stacks[0]:
-                self._outputs[i] = [joined(trees, lengths) for trees, lengths in zip(stacks, sizes, strict=True)]
+                self._store(found.setdefault(i, [None] * len(self.samples.stacks)), output, chunk)
+        self._outputs |= found
         return len(self.samples)
 
     def advance(self, k: int, forward: Callable[[Chunk], object], visit: Visit) -> None:
@@ -113,28 +152,34 @@ class Stream:
         before, after = self._outputs.get(k), [None] * len(self.samples.stacks)
 
         def act(chunk: Chunk) -> None:
-            output = self.run(k, k + 1, forward, chunk)[k + 1]
-            if after[chunk.stack] is None:
-                size = self.samples.stacks[chunk.stack].size
-                after[chunk.stack] = room_for(output, chunk.size, size, before[chunk.stack] if before else None)
-            write_rows(after[chunk.stack], output, chunk)
+            self._store(after, self.run(k, k + 1, forward, chunk)[k + 1], chunk, before)
 
         visit(act)
         self._outputs = {k + 1: after}
 
+    def _store(self, stacks: list[Tree], output: Tree, chunk: Chunk, old: list[Tree] | None = None) -> None:
+        """Write what blocks returned for a chunk to its place, in the memory of ``old`` where it fits there."""
+        number, size = chunk.stack, self.samples.stacks[chunk.stack].size
+        if stacks[number] is None:
+            stacks[number] = room_for(output, chunk.size, size, old[number] if old else None, self.spill)
+        stacks[number] = write_rows(stacks[number], output, chunk, size, self.spill)
+
     @property
     def num_bytes(self) -> int:
-        """What the stored activations take."""
-        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._outputs) if isinstance(leaf, Tensor))
+        """What the stored activations take, in memory and in files."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self._outputs) if isinstance(leaf, Tensor | FileRows))
 
     def keep_on(self, device: torch.device) -> None:
         """Store activations on the device of the passes from now on."""
         self._outputs = {k: [moved(tree, device) for tree in trees] for k, trees in self._outputs.items()}
-        self.offload = None
+        self.offload = self.spill = None
 
     def copy_from(self, other: "Stream", k: int) -> None:
         """Take over what another stream has at position ``k``."""
-        self._outputs = {k: [copied(tree) for tree in other._outputs[k]]} if k else {}
+        self._outputs = {}
+        if k:
+            both = zip(other._outputs[k], self.samples.stacks, strict=True)
+            self._outputs = {k: [copied_rows(tree, stack.size, self.spill) for tree, stack in both]}
 
     def run(self, first: int, last: int, forward: Callable[[Chunk], object], chunk: Chunk) -> dict[int, Tree]:
         """Outputs, by position, of a pass from ``first`` that ends at ``last``: at ``last`` and where wanted."""
@@ -149,15 +194,10 @@ class Stream:
 
             return store
 
-        handles = [self.blocks[i].register_forward_hook(hook(i + 1)) for i in range(first, last)]
-        try:
-            with torch.no_grad(), self.starting_at(first, chunk):
-                forward(chunk)
-        except Reached:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack, torch.no_grad(), suppress(Reached), self.starting_at(first, chunk):
+            for i in range(first, last):
+                stack.enter_context(self.blocks[i].register_forward_hook(hook(i + 1)))
+            forward(chunk)
         return outputs
 
     def stored(self, k: int, chunk: Chunk | Pick) -> Tree:
@@ -190,14 +230,14 @@ def is_chain(stream: Stream, value: Callable[[Chunk], Tensor], expected: Sequenc
     try:
         for number, whole in enumerate(expected):
             chunk = Chunk(number, 0, 1)
-            for k in (num // 2, num):
+            for k in (num // 2, num):  # what arrives at the end has started in the middle
                 stream.ensure(k, value, 1)
                 leaves = [leaf for leaf in pytree.tree_leaves(stream.stored(k, chunk)) if isinstance(leaf, Tensor)]
                 if any(leaf.shape[1:2] == (1,) != leaf.shape[:1] for leaf in leaves):
                     return False
-                with torch.no_grad(), stream.starting_at(k, chunk):
-                    if not is_near(value(chunk), whole, SAME.get(whole.dtype, 1e-2)):
-                        return False
+            with torch.no_grad(), stream.starting_at(num, chunk):
+                if not is_near(value(chunk), whole, SAME.get(whole.dtype, 1e-2)):
+                    return False
     except FAILURES:
         return False
     return True
@@ -207,4 +247,10 @@ def is_near(value: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether no element differs by more than ``tolerance`` times the largest expected one."""
     if not value.numel():
         return True
-    return bool((value - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool(_largest(value - expected) <= tolerance * _largest(expected))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest magnitude, without a copy of values that may be the logits of a large vocabulary."""
+    least, most = values.aminmax()
+    return torch.maximum(-least, most)

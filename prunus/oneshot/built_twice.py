@@ -6,6 +6,7 @@ and a model that is cut accordingly is the one that its new configuration builds
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,31 +26,37 @@ def configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from configs(inner, f"{path}{key}.")
 
 
-def new_config(model: Any, values: Mapping[str, Any]) -> Any:
-    """The model's configuration with other values, by path, as it is read back from a folder."""
-    config = deepcopy(model.config)
+def home_of_field(config: Any, path: str) -> tuple[Any, str]:
+    """The configuration that has a field, itself or one inside it, and the field's name there."""
+    *outer, key = path.split(".")
+    return reduce(getattr, outer, config), key
+
+
+def set_fields_(config: Any, values: Mapping[str, Any]) -> None:
     for path, value in values.items():
-        *outer, key = path.split(".")
-        inner = config
-        for name in outer:
-            inner = getattr(inner, name)
-        setattr(inner, key, value)
+        setattr(*home_of_field(config, path), value)
+
+
+def new_config(model: Any, change_: Callable[[Any], None]) -> Any:
+    """The model's configuration, changed, as it is read back from a folder."""
+    config = deepcopy(model.config)
+    change_(config)
     return type(config).from_dict(config.to_dict())
 
 
-def built(model: Any, values: Mapping[str, Any], change: str) -> nn.Module:
-    """The model that its class builds from a configuration with other values; ``change`` is for the error's text."""
-    return built_from(model, lambda: new_config(model, values), change)
+def built(model: Any, values: Mapping[str, Any], said: str) -> Any:
+    """The model that its class builds from a configuration with other values; ``said`` is for the error's text."""
+    return built_with(model, lambda config: set_fields_(config, values), said)
 
 
-def built_from(model: Any, config: Callable[[], Any], change: str) -> Any:
-    """The model that its class builds from a configuration, without memory for its weights."""
+def built_with(model: Any, change_: Callable[[Any], None], said: str) -> Any:
+    """The model that its class builds from a changed configuration, without memory for its weights."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return type(model)(config())
+            return type(model)(new_config(model, change_))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{type(model).__name__} cannot be built with {change}: {reason}") from error
+        raise ValueError(f"{type(model).__name__} cannot be built with {said}: {reason}") from error
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -65,17 +72,38 @@ def unlike(model: nn.Module, other: nn.Module) -> str | None:
     return None
 
 
-def changed_numbers(model: nn.Module, same: nn.Module, less: nn.Module) -> list[Number]:
-    """Attributes of the model's modules and of their configurations that differ between two built models."""
+def as_built(model: nn.Module, consequence: str) -> Any:
+    """The model that its class builds from its configuration; ValueError where that is another one."""
+    same = built(model, {}, "its own configuration")
+    if name := unlike(model, same):
+        raise ValueError(f"{name} has not the shape that the model's config says; {consequence}")
+    return same
+
+
+def changed_dims(model: nn.Module, less: nn.Module) -> dict[str, list[int]]:
+    """By name of a tensor that is smaller in ``less``, the dimensions in which it is."""
+    own, smaller = tensors_of(model), tensors_of(less)
+    dims = {name: [d for d, n in enumerate(own[name].shape) if n != smaller[name].shape[d]] for name in own}
+    return {name: changed for name, changed in dims.items() if changed}
+
+
+def changed_numbers(
+    model: nn.Module, same: nn.Module, less: nn.Module, names: Mapping[str, str] | None = None
+) -> list[Number]:
+    """Attributes of the model's modules and of their configurations that differ between two built models.
+
+    ``names`` has the new name of each module that stays, where some go.
+    """
     numbers: dict[tuple[int, str], Number] = {}
-    for name, module in same.named_modules():
-        own, other = model.get_submodule(name), less.get_submodule(name)
+    for name, new in (names or {name: name for name, _ in same.named_modules()}).items():
+        own, module, other = model.get_submodule(name), same.get_submodule(name), less.get_submodule(new)
         for owner, before, after in [(own, module, other), *_configs_of(own, module, other)]:
-            for key in {**vars(before), **vars(after)}:
-                values = [vars(each).get(key, MISSING) for each in (before, after)]
-                is_plain = all(value is MISSING or isinstance(value, PLAIN) for value in values)
-                if is_plain and values[0] != values[1] and values[1] is not MISSING:
-                    numbers[id(owner), key] = (owner, key, values[1])
+            for key, value in vars(after).items():
+                old = vars(before).get(key, MISSING)
+                is_lost = old is not MISSING and key not in vars(owner)  # as by a module that a forward has replaced
+                are_plain = isinstance(value, PLAIN) and (old is MISSING or isinstance(old, PLAIN))
+                if are_plain and not is_lost and value != old:
+                    numbers[id(owner), key] = (owner, key, value)
     return list(numbers.values())
 
 

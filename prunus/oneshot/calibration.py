@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from copy import copy
+from functools import cached_property, partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +14,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from ..eligible import eligible, unwrapped_model
+from ..eligible import Weight, eligible, unwrapped_model
 from ..ops.wide_products import wide_products
-from ..ranks import is_dtensor
-from .blocks import blocks_of, is_near
+from ..ranks import Ranks, is_dtensor
+from .blocks import Stream, blocks_of, is_chain, is_near
+from .by_block import BY_BLOCK, by_block
+from .disk_offload import disk_offload_of
 from .forward import first_tensor, frozen, outputs
 from .offload import Offload
 from .progress import Meter, Progress
-from .resources import FAILURES, Clock, Cost, Peak, is_out_of_memory, release
-from .samples import Chunk, Pick, Samples, Tree, check_batches, in_words, is_empty, moved, samples_of
+from .resources import FAILURES, Clock, Cost, Peak, fits, is_out_of_memory
+from .samples import Chunk, Pick, Samples, Stack, Tree, check_batches, in_words, is_empty, moved, rows, samples_of
+from .shared_work import all_of, check_same_inputs, share_of
+from .spill import Spill
 
 Patterns = str | Sequence[str]
 # relative: rounding where a batch is run by other kernels than a single sample; a real difference is of order 1
@@ -32,7 +38,9 @@ class Calibration:
 
     The samples are read when they are first used. With ``offload``, a device, the blocks are moved there one at a time.
     ``batch_size`` is the number of samples of a pass; the default depends on memory and speed. Frozen weights are
-    prunable only with ``takes_frozen``.
+    prunable only with ``takes_frozen``. Stored activations take at most ``memory`` bytes of main memory: half of it is
+    for those between blocks, which go to a file beyond it, in the folder ``scratch`` or that for temporary files.
+    Where ``ranks`` work together, all must have the same model and samples.
     """
 
     def __init__(
@@ -46,11 +54,16 @@ class Calibration:
         offload: str | torch.device | None = None,
         batch_size: int | None = None,
         takes_frozen: bool = False,
+        memory: int | None = None,
+        scratch: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"the first argument is a model, then come batches, got {type(model).__name__}")
         if batch_size is not None and not (isinstance(batch_size, Integral) and batch_size >= 1):
             raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {batch_size!r}")
+        if memory is not None and not (isinstance(memory, Integral) and memory >= 0):
+            raise ValueError(f"memory is a number of bytes, at least 0, or None, got {memory!r}")
         check_batches(batches)
         self.model = model = unwrapped_model(model)
         self.eligible = eligible(model, include, exclude, only, takes_frozen=takes_frozen)
@@ -65,14 +78,19 @@ class Calibration:
         weights = self.eligible.weights
         self.blocks = blocks_of(model, weights)
         self.offload = None if offload is None else Offload(model, weights, torch.device(offload))
+        self.disk = disk_offload_of(model)  # of a model whose blocks are read one at a time
         self.device = weights[0].parameter.device if self.offload is None else self.offload.device
-        self.batch_size = batch_size
+        self.batch_size, self.memory = batch_size, memory
+        self.spill = None if memory is None else Spill(memory // 2, scratch)
         self.meter = Meter()  # of the call that runs
         self.clock = Clock(self.device)
         self.cost = Cost()  # of the call that runs
         self.renewed: set[Tensor] = set()  # buffers that stay as they were changed
         self.is_open = False
         self._batches, self._is_checked = batches, False
+        self.ranks = ranks
+        if ranks is not None:
+            check_same_inputs(ranks, model, (lambda: self.samples) if self.has_batches else None)
 
     @property
     def has_batches(self) -> bool:
@@ -84,16 +102,27 @@ class Calibration:
         _check_tokens(self.model, samples)
         return samples
 
+    def shared(self) -> "Calibration":
+        """The same with this rank's share of the samples; itself where there is one rank only."""
+        if self.ranks is None:
+            return self
+        own = copy(self)
+        vars(own)["samples"] = share_of(self.samples, self.ranks)
+        return own
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this is open, methods may change the model; afterwards only its weights differ."""
+        on_disk = self.disk.changing() if self.disk else nullcontext()  # read before it is moved
         offloaded = self.offload.open() if self.offload else nullcontext()
-        with frozen(self.model, self.renewed), offloaded, wide_products(self.device, self.model):
+        with frozen(self.model, self.renewed), on_disk, offloaded, wide_products(self.device, self.model):
             self.is_open = True
             try:
                 yield
             finally:
                 self.is_open = False
+                if self.spill is not None:
+                    self.spill.close()
 
     @contextmanager
     def measured(self, progress: Progress | None, num_steps: int) -> Iterator[Cost]:
@@ -105,7 +134,25 @@ class Calibration:
         self.meter.finish()
         self.cost.seconds, self.cost.peak_bytes = time.perf_counter() - began, peak.bytes()
         self.cost.parts = dict(self.clock.seconds)
+        if self.ranks is not None:
+            self.cost.merge_(all_of(self.ranks, self.cost))
         self.cost = Cost()  # what follows is another call's
+
+    def stream(self, blocks: Sequence[nn.Module]) -> Stream:
+        """Activations between blocks, in main memory and beyond its limit in a file, or on the device of the passes."""
+        offload = None if self.offload is None else self.device
+        spill = self.spill if offload is not None or self.device.type == "cpu" else None
+        return Stream(blocks, self.samples, offload, spill)
+
+    def holding(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """The weights of these names in memory, where they may be changed."""
+        return self.disk.holding(names) if self.disk else nullcontext()
+
+    def each_weight(self) -> Iterator[Weight]:
+        """All weights, each in memory until the next one."""
+        for name, weight in self.weights.items():
+            with self.holding([name]):
+                yield weight
 
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """Samples on the device, repeated ``times`` times."""
@@ -118,7 +165,7 @@ class Calibration:
             return
         batch = self.batch(next(self.samples.chunks(1)))
         try:
-            outputs(self.model, batch)
+            output = outputs(self.model, batch)
             self._is_checked = True
         except FAILURES as error:
             if is_out_of_memory(error):
@@ -128,6 +175,20 @@ class Calibration:
                 f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
                 f"{_advice(self.model, batch, self._batches)}"
             ) from error
+        if self.model in BY_BLOCK:  # a later call would need this pass again
+            vars(self)["is_chained"] = self._is_chain(first_tensor(output))
+
+    @cached_property
+    @torch.no_grad()
+    def is_chained(self) -> bool:
+        """Whether passes that start at any block give what whole passes give."""
+        return self._is_chain(first_tensor(outputs(self.model, self.batch(next(self.samples.chunks(1))))))
+
+    def _is_chain(self, whole: Tensor) -> bool:
+        stack = self.samples.stacks[0]
+        sample = Samples([Stack(moved(rows(stack.tree, slice(1), stack.size), self.device), 1)])
+        stream = Stream(self.blocks, sample)
+        return is_chain(stream, lambda chunk: first_tensor(outputs(self.model, sample.tree(chunk))), [whole])
 
     @torch.no_grad()
     def can_batch(self) -> bool:
@@ -135,9 +196,14 @@ class Calibration:
         number = next((i for i, stack in enumerate(self.samples.stacks) if stack.size > 1), None)
         if number is None:
             return True
+        chunks = [Chunk(number, 0, 2), Chunk(number, 0, 1), Chunk(number, 1, 2)]
+        blocks = self.blocks if self.model in BY_BLOCK and self.is_chained else []
+
+        def value(chunk: Chunk) -> Tensor:
+            return first_tensor(outputs(self.model, self.batch(chunk)))
+
         try:
-            batches = (self.batch(Chunk(number, *rows)) for rows in ((0, 2), (0, 1), (1, 2)))
-            both, *each = (first_tensor(outputs(self.model, batch)) for batch in batches)
+            both, *each = by_block(self.model, blocks, chunks, value, is_chain=True)
         except (*FAILURES, MemoryError):
             return False
         return len(both) == 2 and all(
@@ -167,43 +233,27 @@ class Calibration:
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
+
+        def run(chunk: Chunk, parts: list[Any]) -> None:
+            parts += act(chunk) or ()
+
         while pending:
-            chunk = pending.pop(0)
-            try:
-                parts = list(act(chunk) or ())
-            except Exception as error:
-                if not is_out_of_memory(error) or chunk.size == 1:
-                    raise
-            else:
-                if add is not None:
-                    self.each_once(parts, add, make_room)
-                self.meter.sampled(chunk.size)
+            chunk, parts = pending.pop(0), list[Any]()
+            if not fits(partial(run, chunk, parts), self.device, make_room, or_raise=chunk.size == 1):
+                pending[:0] = chunk.halves()
                 continue
-            self._release(make_room)  # outside the handler: the error keeps the tensors of the failed pass alive
-            pending[:0] = chunk.halves()
+            if add is not None:
+                self.each_once(parts, add, make_room)
+            self.meter.sampled(chunk.size)
 
     def each_once(
         self, parts: list[Any], add: Callable[[Any], None], make_room: Callable[[], None] | None = None
     ) -> None:
         """Call ``add`` for each part and remove it; call it a second time if memory runs out."""
-        has_failed = False
         while parts:
-            try:
+            if not fits(partial(add, parts[0]), self.device, make_room):
                 add(parts[0])
-            except Exception as error:
-                if not is_out_of_memory(error) or has_failed:
-                    raise
-            else:
-                parts.pop(0)
-                has_failed = False
-                continue
-            has_failed = True
-            self._release(make_room)
-
-    def _release(self, make_room: Callable[[], None] | None) -> None:
-        if make_room is not None:
-            make_room()
-        release(self.device)
+            parts.pop(0)
 
 
 def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:

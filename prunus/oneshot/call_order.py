@@ -76,10 +76,6 @@ class Calls:
         layers = {m: w for m, w in weights.items() if m in tensors and w.name in tensors[m] and _is_layer(m)}
         return Calls(order, tensors, layers)
 
-    def place_of(self, weight: str) -> int:
-        """Of the call of a layer among all."""
-        return next(i for i, m in enumerate(self.order) if m in self.layers and self.layers[m].name == weight)
-
     def num_inputs(self, module: nn.Module) -> int:
         """0 where it is not a layer that may be cut."""
         weight = self.layers.get(module)

@@ -10,6 +10,7 @@ from torch import nn
 
 from .cuts import to_the_end
 from .dense import copied, is_overlapping
+from .disk_offload import disk_offload_of
 from .level import Level
 from .originals import sums_of_bits
 from .resources import Cost
@@ -93,13 +94,18 @@ class ChangedModel:
         return self.level.originals.is_empty and not self._is_cut
 
     def _note_bits(self) -> None:
-        self._bits, self._buffers = sums_of_bits(self.model), dict(self.model.named_buffers())
+        self._buffers = dict(self.model.named_buffers())
+        self._bits = {} if disk_offload_of(self.model) else sums_of_bits(self.model)
 
     def _check_parameters(self) -> None:
         """Refuse a model in which others have replaced parameters."""
 
     def _check(self, call: str) -> None:
         """Refuse a model that others have changed; where it was moved, its new buffers are known afterwards."""
+        if disk_offload_of(self.model):
+            raise ValueError(
+                f"{call} needs both models in memory, and this one is on disk; the dense one is where it was"
+            )
         self._check_parameters()
         buffers = dict(self.model.named_buffers())
         self.level.follow_({old: buffers[name] for name, old in self._buffers.items() if name in buffers})

@@ -4,8 +4,9 @@ No family has code of its own: fields of the configuration say how many units th
 them hold the units, and a check on one sample decides where in a fused weight each unit lies.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch import nn
 
 from ..eligible import outputs_of
 from ..ranks import is_dtensor
-from .built_twice import built, changed_numbers, new_config, tensors_of, unlike
+from .built_twice import as_built, built, changed_dims, changed_numbers, new_config, set_fields_, tensors_of
 from .calibration import Calibration
 from .layers import Reader
 from .unit_check import UnitCheck, drawn
 from .unit_fields import UnitField, fewer, unit_fields
 from .unit_layouts import candidates
-from .units import Kind, Number, UnitLayer
+from .units import Kind, Number, Plan, UnitLayer
 
 MOST_LAYOUTS = 32  # that are tried
 INSTEAD: dict[Kind, str] = {
@@ -28,33 +29,7 @@ INSTEAD: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True)
-class ConfigPlan:
-    """Which units a model has. ``left_out`` has fields of each kind whose units cannot go, and why."""
-
-    model: Any
-    fields: Mapping[str, UnitField]
-    layers: Sequence[UnitLayer]
-    reasons: Mapping[Kind, str]
-    left_out: Mapping[Kind, Mapping[str, str]]
-
-    def numbers(self, left: Mapping[str, int]) -> list[Number]:
-        """Attributes of modules and configurations that change where ``left`` units of each field stay."""
-        fields = {path: self.fields[path] for path, num in left.items() if num != self.fields[path].num}
-        values = {key: value for path, field in fields.items() for key, value in field.values(left[path]).items()}
-        said = " and ".join(f"{key} {value}" for key, value in values.items())
-        return changed_numbers(self.model, built(self.model, {}, "its own numbers"), built(self.model, values, said))
-
-    def allowed(self, field: str) -> Sequence[int]:
-        """How many units may stay: of heads, some configurations take only divisors of the width."""
-        counted = self.fields[field]
-        if counted.kind == "neurons":
-            return range(1, counted.num + 1)
-        fewer = [left for left in range(1, counted.num) if _takes(self.model, counted.values(left))]
-        return [*fewer, counted.num]
-
-
-def config_plan(calibration: Calibration) -> ConfigPlan:
+def config_plan(calibration: Calibration) -> Plan:
     """Neurons and head groups of a model that has a configuration, checked on the first sample.
 
     The model is as before at the end. ValueError where its configuration does not say what it is.
@@ -62,9 +37,7 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     model = calibration.model
     assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
-    same = built(model, {}, "its own configuration")
-    if name := unlike(model, same):
-        raise ValueError(f"{name} has not the shape that the model's config says; which units it has is not clear")
+    same = as_built(model, "which units it has is not clear")
     check = UnitCheck.of(calibration)
     fields: dict[str, UnitField] = {}
     layers: list[UnitLayer] = []
@@ -84,13 +57,10 @@ def config_plan(calibration: Calibration) -> ConfigPlan:
     kinds = {layer.kind for layer in layers}
     reasons: dict[Kind, str] = {}
     for kind in (kind for kind in refused if kind not in kinds):
-        other = _tied(model) if kind in counted and kind == "heads" else _uncounted(model, kind)
+        other = f"no field of the configuration of {type(model).__name__} says how many {kind} a layer has"
+        other = _tied(model) if kind in counted and kind == "heads" else other
         reasons[kind] = f"{next(iter(refused[kind].values()), other)}; {INSTEAD[kind]}"
-    return ConfigPlan(model, fields, layers, reasons, refused)
-
-
-def _uncounted(model: nn.Module, kind: Kind) -> str:
-    return f"no field of the configuration of {type(model).__name__} says how many {kind} a layer has"
+    return Plan(layers, reasons, partial(_allowed, model, fields), partial(_numbers, model, fields), refused)
 
 
 def _tied(model: nn.Module) -> str:
@@ -100,8 +70,6 @@ def _tied(model: nn.Module) -> str:
 
 def _check_model(model: Any) -> None:
     name = type(model).__name__
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        raise ValueError(f"{name} has no configuration that says how many units it has")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{name} is quantised; shrink the model in floating point, then quantise it")
     for key, parameter in model.named_parameters():
@@ -111,13 +79,29 @@ def _check_model(model: Any) -> None:
             raise ValueError(f"{key} is sharded over ranks; shrink the whole model in one process, then shard it")
 
 
+def _allowed(model: nn.Module, fields: Mapping[str, UnitField], path: str) -> Sequence[int]:
+    """How many units may stay: of heads, some configurations take only divisors of the width."""
+    counted = fields[path]
+    if counted.kind == "neurons":
+        return range(1, counted.num + 1)
+    return [*(left for left in range(1, counted.num) if _takes(model, counted.values(left))), counted.num]
+
+
 def _takes(model: Any, values: Mapping[str, Any]) -> bool:
     """Whether the configuration can have these values."""
     try:
-        new_config(model, values)
+        new_config(model, lambda config: set_fields_(config, values))
     except Exception:  # what a class may raise is not known
         return False
     return True
+
+
+def _numbers(model: nn.Module, fields: Mapping[str, UnitField], left: Mapping[str, int]) -> list[Number]:
+    """Attributes of modules and configurations that change where ``left`` units of each field stay."""
+    changed = {path: num for path, num in left.items() if num != fields[path].num}
+    values = {key: value for path, num in changed.items() for key, value in fields[path].values(num).items()}
+    said = " and ".join(f"{key} {value}" for key, value in values.items())
+    return changed_numbers(model, built(model, {}, "its own numbers"), built(model, values, said))
 
 
 def _layers_of(check: UnitCheck, same: nn.Module, field: UnitField) -> list[UnitLayer]:
@@ -146,10 +130,8 @@ def _dims(model: nn.Module, same: nn.Module, less: nn.Module, field: UnitField, 
         name = next(iter(set(own) ^ set(smaller)))
         raise ValueError(f"with fewer {field.path}, {type(model).__name__} has other tensors: {name}")
     dims = {}
-    for name, tensor in own.items():
-        changed = [dim for dim, size in enumerate(tensor.shape) if size != smaller[name].shape[dim]]
-        if not changed:
-            continue
+    for name, changed in changed_dims(model, less).items():
+        tensor = own[name]
         size, after = tensor.shape[changed[0]], smaller[name].shape[changed[0]]
         if len(changed) > 1 or size * left != after * field.num or size % field.num:
             why = "" if field.kind == "neurons" else ", or the size of its heads changes with their number"
@@ -172,7 +154,9 @@ def _owners(model: nn.Module, dims: Mapping[str, int], field: UnitField) -> dict
         raise ValueError(_tied(model))
     if not consumers:
         raise ValueError(f"no layer of {type(model).__name__} reads the units that {field.path} counts")
-    persistent, places = set(model.state_dict()), _num_places(model)
+    persistent, tensors = set(model.state_dict()), tensors_of(model)
+    modules = list(model.modules())
+    places = Counter(id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
     owners = {}
     for name in dims:
         shared = {consumer: _shared(name, consumer) for consumer in consumers}
@@ -181,7 +165,7 @@ def _owners(model: nn.Module, dims: Mapping[str, int], field: UnitField) -> dict
             raise ValueError(
                 f"{name} follows {field.path}, but of which layer is not clear: {' or '.join(nearest[:2])}"
             )
-        if places[name] > 1 or name not in persistent:
+        if places[id(tensors[name])] > 1 or name not in persistent:
             why = "is shared by several layers" if name in persistent else "is computed and not stored"
             raise ValueError(f"{name} follows {field.path}, but {why}")
         owners[name] = name if name in consumers else nearest[0]
@@ -199,12 +183,3 @@ def _shared(name: str, other: str) -> int:
     """How many parts of their paths two names share from the start."""
     pairs = zip(name.split("."), other.split("."), strict=False)
     return next((num for num, (a, b) in enumerate(pairs) if a != b), 0)
-
-
-def _num_places(model: nn.Module) -> dict[str, int]:
-    """By name, how many modules hold a tensor."""
-    held: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            held[id(tensor)] = held.get(id(tensor), 0) + 1
-    return {name: held[id(tensor)] for name, tensor in tensors_of(model).items()}

@@ -1,4 +1,4 @@
-"""Tensors without some of their slices, in the places of whole ones, until the whole ones come back."""
+"""Tensors without some of their slices and lists without some blocks, until the whole ones come back."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .built_twice import MISSING
+from .disk_offload import DiskOffload, disk_offload_of, nothing_like
 from .units import Number, UnitLayer, home_of
 
-MISSING = object()  # an attribute that is not there
+
+@dataclass
+class _DiskCut:
+    """A parameter on disk, of which the places ``keep`` along ``dim`` are read."""
+
+    home: dict[str, Any]
+    key: str
+    dim: int
+    keep: Tensor
+    whole: nn.Parameter
+    small: nn.Parameter
+    name: str
+    disk: DiskOffload
+    is_applied: bool = False
+
+    def apply_(self) -> None:
+        shape = list(self.whole.shape)
+        shape[self.dim] = len(self.keep)
+        self.small.data = nothing_like(self.whole, shape)
+        self.disk.put_view(self.name, lambda value: value.index_select(self.dim, self.keep), self.small)
+        self.home[self.key], self.is_applied = self.small, True
+
+    def undo_(self) -> None:
+        if self.is_applied:
+            self.disk.drop_view(self.name, self.whole)
+        self.home[self.key], self.is_applied = self.whole, False
 
 
 @dataclass
@@ -36,7 +63,8 @@ class _Cut:
         self.home[self.key], self.whole.data = self.small, whole.new_empty(0)
 
     def undo_(self) -> None:
-        assert self.removed is not None
+        if self.removed is None:
+            return
         if self.home[self.key].shape == self.small.shape:  # a buffer is another tensor after the model was moved
             self.small.data = self.home[self.key].data
         small, dim, shape = self.small.data.permute(self.order), self.order.index(self.dim), list(self.removed.shape)
@@ -49,6 +77,10 @@ class _Cut:
         self.small.data = small.new_zeros(()).expand(self.small.shape)  # its shape, without its memory
 
 
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
 def to_the_end(undo: Callable[[], None]) -> None:
     """Undo, also where an interruption ends it: what it leaves, a second call undoes."""
     try:
@@ -58,55 +90,52 @@ def to_the_end(undo: Callable[[], None]) -> None:
         raise
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
+@dataclass
+class _Blocks:
+    """A list of modules without some of them, which come back on the device of those that stay."""
 
+    module: nn.Module
+    before: dict[str, nn.Module]
+    after: dict[str, nn.Module]
+    device: torch.device | None = None  # of the blocks that stay, when the others went
 
-@dataclass(repr=False)
-class Removal:
-    """What is taken out of a model and can be put back: all of it or, after an exception, nothing."""
-
-    is_applied: bool = field(default=False, kw_only=True)
+    @property
+    def gone(self) -> list[nn.Module]:
+        return [block for block in self.before.values() if block not in self.after.values()]
 
     def apply_(self) -> None:
-        """Take it out, unless it is out already; after an exception everything is as before."""
-        if self.is_applied:
-            return
-        self.is_applied = True
-        try:
-            self._apply_()
-        except BaseException:
-            self.undo_()
-            raise
+        self.device = self._device_now()
+        self._fill(self.after)
 
     def undo_(self) -> None:
-        """Put everything back, bit for bit."""
-        to_the_end(self._undo_if_applied_)
+        if (now := self._device_now()) != self.device and self.device is not None:
+            for block in self.gone:
+                block.to(now)
+        self._fill(self.before)
 
-    def _undo_if_applied_(self) -> None:
-        if self.is_applied:
-            self._undo_()
-        self.is_applied = False
+    def _fill(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.module._modules.clear()
+        self.module._modules.update(blocks)
 
-    def _apply_(self) -> None:
-        raise NotImplementedError
-
-    def _undo_(self) -> None:
-        """Put back what is out; it may be a part of it."""
-        raise NotImplementedError
+    def _device_now(self) -> torch.device | None:
+        return next((parameter.device for block in self.after.values() for parameter in block.parameters()), None)
 
 
 @dataclass(repr=False)
-class Cuts(Removal):
-    """What makes a model smaller, and whole again bit for bit. What was removed is in main memory."""
+class Cuts:
+    """What makes a model smaller, and whole again bit for bit: all of it or, after an exception, nothing.
 
-    _cuts: list[_Cut] = field(default_factory=list)
+    What was removed is in main memory.
+    """
+
+    _cuts: list[_Cut | _DiskCut | _Blocks] = field(default_factory=list)
     _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
+    is_applied: bool = False
 
     @staticmethod
     def of(model: nn.Module, drop: Mapping[tuple[str, int], Tensor], numbers: Iterable[Number]) -> "Cuts":
         """Without the places ``drop``, by name of a tensor and dimension, and with new numbers; not applied yet."""
-        cuts, now = Cuts(), {}
+        cuts, now, disk = Cuts(_numbers=_with_old(numbers)), {}, disk_offload_of(model)
         for (name, dim), places in drop.items():
             home, key = home_of(model, name)
             whole = now.get(name, home[key])
@@ -116,9 +145,11 @@ class Cuts(Removal):
             stays = torch.ones(whole.shape[dim] if name not in now else home[key].shape[dim], dtype=torch.bool)
             stays[places] = False
             keep, gone = stays.nonzero().squeeze(1), (~stays).nonzero().squeeze(1)
-            cuts._cuts.append(_Cut(home, key, dim, keep, gone, whole, small))
+            if disk is not None and name in disk.names:
+                cuts._cuts.append(_DiskCut(home, key, dim, keep, whole, small, name, disk))
+            else:
+                cuts._cuts.append(_Cut(home, key, dim, keep, gone, whole, small))
             now[name] = small
-        cuts._numbers = [(owner, key, getattr(owner, key, MISSING), after) for owner, key, after in numbers]
         return cuts
 
     @staticmethod
@@ -130,18 +161,51 @@ class Cuts(Removal):
                 drop.setdefault((name, slices.dim), []).append(slices.places[units].flatten())
         return Cuts.of(model, {where: torch.cat(places) for where, places in drop.items()}, numbers)
 
-    def _apply_(self) -> None:
-        for cut in self._cuts:
-            cut.apply_()
-        for owner, key, _, after in self._numbers:
-            setattr(owner, key, after)
+    @staticmethod
+    def of_blocks(model: nn.Module, kept: Mapping[str, Mapping[str, str]], numbers: Iterable[Number]) -> "Cuts":
+        """With the blocks ``kept`` alone, by name of their list: for the key of each its new one."""
+        cuts = Cuts(_numbers=_with_old(numbers))
+        for name, keys in kept.items():
+            module = model.get_submodule(name)
+            before: dict[str, Any] = dict(module._modules)
+            cuts._cuts.append(_Blocks(module, before, {new: before[key] for key, new in keys.items()}))
+        return cuts
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that go."""
+        return [block for cut in self._cuts if isinstance(cut, _Blocks) for block in cut.gone]
+
+    def apply_(self) -> None:
+        """Take it out, unless it is out already; after an exception everything is as before."""
+        if self.is_applied:
+            return
+        self.is_applied = True
+        try:
+            for cut in self._cuts:
+                cut.apply_()
+            for owner, key, _, after in self._numbers:
+                setattr(owner, key, after)
+        except BaseException:
+            self.undo_()
+            raise
+
+    def undo_(self) -> None:
+        """Put everything back, bit for bit."""
+        to_the_end(self._undo_)
 
     def _undo_(self) -> None:
+        if not self.is_applied:
+            return
         for cut in reversed(self._cuts):
-            if cut.removed is not None:
-                cut.undo_()
+            cut.undo_()
         for owner, key, before, _ in reversed(self._numbers):
             if before is not MISSING and getattr(owner, key, MISSING) != before:
                 setattr(owner, key, before)
             elif before is MISSING and hasattr(owner, key):
                 delattr(owner, key)
+        self.is_applied = False
+
+
+def _with_old(numbers: Iterable[Number]) -> list[tuple[Any, str, Any, Any]]:
+    return [(owner, key, getattr(owner, key, MISSING), after) for owner, key, after in numbers]

@@ -45,7 +45,9 @@ class Distance:
     def __call__(self, found: Tensor, expected: Tensor, mask: Tensor | None = None) -> Tensor:
         """``found`` and ``expected`` have the same shape; ``mask`` is (sample, token)."""
         if self.kind == "classes":
-            return _mean(_divergence(found.movedim(self.dim, -1), expected.movedim(self.dim, -1)), mask)
+            found, expected = (each.movedim(self.dim, -1) for each in (found, expected))
+            rows: Tensor = _Divergence.apply(*(each.reshape(-1, each.shape[-1]) for each in (found, expected)))
+            return _mean(rows.view(found.shape[:-1]), mask)
         dtype = torch.promote_types(found.dtype, torch.float32)
         found, expected = found.to(dtype), expected.to(dtype)
         if self.kind == "mean square":
@@ -68,7 +70,8 @@ def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distan
     """
     output, inputs, labels = output_of(found), *_parts(samples)
     shape, places = output.shape[1:], None if labels is None else labels.shape[1:]
-    is_single = places is not None and shape.numel() == places.numel() and _is_binary(labels)
+    is_binary = labels is not None and bool((labels == labels.bool()).all())
+    is_single = is_binary and places is not None and shape.numel() == places.numel()
     is_float = labels is not None and labels.is_floating_point() and problem is None
     if problem == "regression" or (is_float and not is_single):
         return Distance()
@@ -86,7 +89,7 @@ def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distan
         dim = next((dim for dim in (first, -first) if dims[dim] == places), None)
         return Distance() if dim is None else Distance("classes", dim)
     are_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point() and inputs.ndim > 1
-    if are_tokens and shape[:-1] == inputs.shape[1:] and _is_within(inputs, shape[-1]):
+    if are_tokens and shape[:-1] == inputs.shape[1:] and bool(((inputs >= 0) & (inputs < shape[-1])).all()):
         return Distance("classes")
     return Distance()
 
@@ -98,20 +101,6 @@ def _parts(samples: Tree) -> tuple[Any, Tensor | None]:
         labels = inputs.get("labels") if labels is None else labels
         inputs = inputs.get("input_ids")
     return inputs, labels if isinstance(labels, Tensor) else None
-
-
-def _is_binary(labels: Tensor | None) -> bool:
-    return labels is not None and bool(((labels == 0) | (labels == 1)).all())
-
-
-def _is_within(numbers: Tensor, num: int) -> bool:
-    return bool(((numbers >= 0) & (numbers < num)).all())
-
-
-def _divergence(found: Tensor, expected: Tensor) -> Tensor:
-    """KL divergence over the last dimension."""
-    rows: Tensor = _Divergence.apply(*(each.reshape(-1, each.shape[-1]) for each in (found, expected)))
-    return rows.view(found.shape[:-1])
 
 
 class _Divergence(torch.autograd.Function):

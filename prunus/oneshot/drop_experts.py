@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .cuts import Cuts
 from .fewer_experts import FewerExperts, fewer_experts
 from .forward import outputs
 from .samples import Chunk, mask_of
+from .shared_work import agreed
 
 SIZE = {"cpu": 4, "cuda": 32}  # samples of a pass
 Added = list[tuple[int, Tensor]]  # an expert, and how much it adds to each of its tokens
@@ -37,26 +39,7 @@ class ExpertLayer:
         return tuple(expert for expert in range(len(self.importance)) if expert not in self.dropped)
 
 
-@dataclass(repr=False)
-class DroppedExperts:
-    """Which experts of each layer went, and why; ``cuts`` can bring them back."""
-
-    layers: list[ExpertLayer]
-    cuts: Cuts
-
-    def __repr__(self) -> str:
-        return f"DroppedExperts({self.num_dropped:,} of {self.num_experts:,} in {len(self.layers)} layers)"
-
-    @property
-    def num_experts(self) -> int:
-        return sum(len(layer.importance) for layer in self.layers)
-
-    @property
-    def num_dropped(self) -> int:
-        return sum(len(layer.dropped) for layer in self.layers)
-
-
-def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
+def drop_experts_(calibration: Calibration, fraction: float) -> tuple[list[ExpertLayer], Cuts]:
     """Drop a number or fraction of the experts of each layer: those that are least important on the samples.
 
     Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
@@ -65,23 +48,24 @@ def drop_experts_(calibration: Calibration, fraction: float) -> DroppedExperts:
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)
         importance.collect()
-    dropped = without_experts(calibration.model, plan, [importance.layer(name) for name in plan.layers])
-    dropped.cuts.apply_()
-    return dropped
+    layers = [importance.layer(name) for name in plan.layers]
+    cuts = without_experts(calibration.model, plan, layers)
+    cuts.apply_()
+    return layers, cuts
 
 
-def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> DroppedExperts:
+def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[ExpertLayer]) -> Cuts:
     """What takes the place of the model's tensors and numbers where the dropped experts are gone; not applied yet."""
     gone = {layer.name: torch.tensor(layer.dropped) for layer in layers}
     drop = {(name, dim): gone[layer] for name, (layer, dim) in plan.slices.items()}
-    return DroppedExperts(list(layers), Cuts.of(model, drop, plan.numbers))
+    return Cuts.of(model, drop, plan.numbers)
 
 
 class _Importance:
     """Sums up what each expert adds to the tokens that are routed to it."""
 
     def __init__(self, calibration: Calibration, plan: FewerExperts) -> None:
-        self.calibration, self.plan = calibration, plan
+        self.calibration, self.plan = calibration.shared(), plan
         self.sums, self.num_tokens = (
             {name: torch.zeros(plan.num_experts, dtype=torch.float64) for name in plan.layers} for _ in range(2)
         )
@@ -98,7 +82,11 @@ class _Importance:
                 hook = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
                 stack.callback(hook.remove)
             stack.enter_context(self.calibration.reading("importance of experts"))
-            self.calibration.visit(size, self._pass, self._add)
+            agreed(self.calibration.ranks, partial(self.calibration.visit, size, self._pass, self._add))
+        if (ranks := self.calibration.ranks) is not None:
+            self.sums, self.num_tokens = (
+                {name: ranks.sum(total) for name, total in own.items()} for own in (self.sums, self.num_tokens)
+            )
 
     def _pass(self, chunk: Chunk) -> list[tuple[str, int, Tensor]]:
         batch = self.calibration.batch(chunk)

@@ -4,7 +4,7 @@ A stacked weight is found in the products that read a slice of it, so nothing re
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,11 +67,5 @@ def routed(module: nn.Module, calls: list[tuple[Any, ...]], replay: bool, mask: 
         values = (x, *rest)
         return values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))
 
-    with ExitStack() as stack:
-        stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    with module.register_forward_pre_hook(hook, with_kwargs=True):
         yield
-
-
-def shares(total: int, num: int) -> list[int]:
-    """``total`` in ``num`` whole parts that differ by at most one."""
-    return [total // num + (i < total % num) for i in range(num)]

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..ranks import is_dtensor
-from .built_twice import built, changed_numbers, configs, tensors_of, unlike
-from .units import Number
+from .built_twice import as_built, built, changed_dims, changed_numbers, configs, tensors_of
+from .units import Number, tensor_of
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # in configurations
 
@@ -69,10 +69,10 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     num_left = num - (int(fraction) if fraction >= 1 else round(fraction * num))
     if not 0 < num_left < num:
         raise ValueError(f"{fraction:g} of {num} experts a layer is {'none' if num_left else 'all'} of them")
-    same, less = (built(model, dict.fromkeys(fields, each), f"{each} experts a layer") for each in (num, num_left))
-    less_tensors = tensors_of(less)
-    dims = _cut_dims(model, same, less_tensors, (num, num_left))
-    layers = {name.rpartition(".")[0] for name in dims if less_tensors[name].ndim == 3}
+    same = as_built(model, "its experts cannot be dropped")
+    less = built(model, dict.fromkeys(fields, num_left), f"{num_left} experts a layer")
+    dims = _cut_dims(model, less, (num, num_left))
+    layers = {name.rpartition(".")[0] for name in dims if tensor_of(model, name).ndim == 3}
     if not layers:
         raise ValueError(nothing)
     fewer = FewerExperts(
@@ -99,23 +99,20 @@ def _groups(model: Any) -> tuple[int, int]:
     return 1, 1
 
 
-def _cut_dims(model: nn.Module, same: nn.Module, less: Mapping[str, Tensor], counts: tuple[int, int]) -> dict[str, int]:
+def _cut_dims(model: nn.Module, less: nn.Module, counts: tuple[int, int]) -> dict[str, int]:
     """Names of the tensors that have a slice for each expert, and along which dimension."""
-    own = tensors_of(model)
-    if name := unlike(model, same):
-        raise ValueError(f"{name} has not the shape that the model's config says; its experts cannot be dropped")
-    if set(own) != set(less):
+    own, smaller = tensors_of(model), tensors_of(less)
+    if set(own) != set(smaller):
         raise ValueError(
             f"the experts of {type(model).__name__} are modules of their own; only experts that are stacked in one "
             "tensor can be dropped, as most of them are in transformers 5"
         )
     cuts = {}
-    for name, tensor in own.items():
-        sizes = list(zip(tensor.shape, less[name].shape, strict=True))
-        if dims := [dim for dim, (before, after) in enumerate(sizes) if before != after]:
-            if len(dims) > 1 or sizes[dims[0]] != counts or is_dtensor(tensor):
-                raise ValueError(f"an expert is not one slice of {name}, {list(tensor.shape)}; it cannot be dropped")
-            cuts[name] = dims[0]
+    for name, (dim, *others) in changed_dims(model, less).items():
+        tensor = own[name]
+        if others or (tensor.shape[dim], smaller[name].shape[dim]) != counts or is_dtensor(tensor):
+            raise ValueError(f"an expert is not one slice of {name}, {list(tensor.shape)}; it cannot be dropped")
+        cuts[name] = dim
     return cuts
 
 

@@ -89,6 +89,18 @@ def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]
 
 
 @contextmanager
+def requiring_grad(tensors: Collection[Tensor]) -> Iterator[None]:
+    """Autograd tracks these tensors, and does not afterwards."""
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_(True)
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+
+
+@contextmanager
 def swapped(values: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Tensors of a model that hold other values while this is open."""
     own = {tensor: tensor.data for tensor in values}

@@ -1,6 +1,6 @@
 """Gram matrices of layer inputs: what repair knows of the calibration tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.wide_products import add_product_ as _add_product_
+from ..ranks import Ranks
 
 BLOCK = 2048  # tokens of one product: sums run over blocks that begin at fixed tokens, wherever batches end
 PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matrix
@@ -55,10 +56,8 @@ class Gram:
         streams = tokens.streams
         x = streams[0]
         if self._block is None:
-            dtype, count = torch.promote_types(x.dtype, torch.float32), 2 * len(streams) - 1
-            self._sums = [x.new_zeros(x.shape[-1], x.shape[-1], dtype=dtype) for _ in range(count)]
-            self._totals = x.new_zeros(len(streams), x.shape[-1], dtype=dtype)
-            self._block = x.new_empty(len(streams), BLOCK, x.shape[-1])
+            self._start(len(streams), x)
+        assert self._block is not None
         while True:
             if self._filled == BLOCK:
                 self._multiply()
@@ -70,6 +69,12 @@ class Gram:
             self._filled += size
             self.num_tokens += size
             streams[:] = [stream[size:] for stream in streams]
+
+    def _start(self, num_streams: int, x: Tensor) -> None:
+        dtype, num_inputs = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
+        self._sums = [x.new_zeros(num_inputs, num_inputs, dtype=dtype) for _ in range(2 * num_streams - 1)]
+        self._totals = x.new_zeros(num_streams, num_inputs, dtype=dtype)
+        self._block = x.new_empty(num_streams, BLOCK, num_inputs)
 
     @torch.no_grad()
     def moments(self) -> Moments:
@@ -98,6 +103,25 @@ class Gram:
                 self._num_multiplied += 1
         self._totals += self._block[:, : self._filled].sum(1, dtype=self._totals.dtype)
         self._num_multiplied = self._filled = 0
+
+
+@torch.no_grad()
+def sum_over_ranks_(grams: Sequence[Gram], ranks: Ranks, device: torch.device) -> None:
+    """Make the sums those of the tokens of all ranks; a rank may have no tokens for some of them."""
+    own = torch.tensor([[gram.num_tokens, *gram._totals.shape[:1], gram._totals.shape[-1]] for gram in grams])
+    is_wide = torch.tensor([gram._totals.dtype == torch.float64 for gram in grams])
+    forms = ranks.stacked(torch.cat([own, is_wide[:, None]], 1))
+    for gram, num_tokens, (num_streams, num_inputs, wide) in zip(
+        grams, forms[:, :, 0].sum(0).tolist(), forms[:, :, 1:].amax(0).tolist(), strict=True
+    ):
+        if not num_tokens:
+            continue
+        if gram._block is None:
+            dtype = torch.float64 if wide else torch.float32
+            gram._start(num_streams, torch.empty(0, num_inputs, dtype=dtype, device=device))
+        gram._multiply()
+        gram._sums, gram._totals = [ranks.sum_(total) for total in gram._sums], ranks.sum_(gram._totals)
+        gram.num_tokens = num_tokens
 
 
 @dataclass

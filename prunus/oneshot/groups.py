@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .blocks import Stream, is_chain
+from .blocks import seen_calls
 from .calibration import Calibration
-from .forward import first_tensor, outputs
+from .forward import outputs
 from .layers import Inputs, Reader
-from .samples import Chunk, Samples, Stack, moved, rows
+from .samples import Chunk
 
 NUM_PASSES = 8  # samples that are run to find layers that not every sample reaches
 Readers = Mapping[str, Sequence[Reader]]
@@ -41,6 +41,7 @@ class _Calls:
     is_routed: bool = False
     num_inputs: int = 1
     sample_dim: int = 0
+    chunk: Chunk | None = None  # of the pass: another one may find other inputs at the same address
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
     chunks = list(calibration.samples.chunks(1))[:NUM_PASSES]
     blocks = list(calibration.blocks)
     order = _observe(calibration, readers, chunks[0], blocks, layers)
-    if blocks and (order != list(range(len(blocks))) or not _is_chained(calibration, chunks[0])):
+    if blocks and (order != list(range(len(blocks))) or not calibration.is_chained):
         blocks = []
         layers.clear()
     for chunk in chunks if not layers else chunks[1:]:
@@ -63,7 +64,7 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
         _observe(calibration, readers, chunk, blocks, layers)
     names: dict[object, list[str]] = {}
     for name, layer in layers.items():
-        names.setdefault((*layer.calls, layer.start), []).append(name)
+        names.setdefault((*layer.calls, layer.start, layer.chunk), []).append(name)
     groups = []
     for alike in names.values():
         layer = layers[alike[0]]
@@ -80,20 +81,15 @@ def _observe(
     batch = calibration.batch(chunk)
     sizes = next((leaf.shape[:2] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), torch.Size())
     num_rows = (sizes[:1].numel(), sizes.numel())
-    alive: list[Tensor] = []  # inputs of this block: memory that is in use cannot be that of another input
-    order: list[int] = []
+    alive: list[tuple[int, Tensor]] = []  # inputs of this block: memory in use cannot be that of another input
     here: dict[str, _Calls] = {}
-    ended = 0
-
-    def end(*_: object) -> None:
-        nonlocal ended
-        ended += 1
-        alive.clear()
 
     def begin(name: str, reader: Reader, inputs: Inputs) -> None:
-        alive.extend(inputs)
-        layer = here.setdefault(name, _Calls([], ended))
-        same = [(x.data_ptr(), x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
+        ended = seen.num_ended
+        alive[:] = [(number, x) for number, x in alive if number == ended] + [(ended, x) for x in inputs]
+        layer = here.setdefault(name, _Calls([], ended, chunk=chunk))
+        # inputs without elements all have address 0
+        same = [(x.data_ptr() or name, x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
         layer.calls.append((*same, ended, reader.geometry))
         layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))
         if reader.reads_tokens:
@@ -101,26 +97,10 @@ def _observe(
             layer.is_routed |= x.ndim == 2 and len(x) not in num_rows
             layer.sample_dim |= x.ndim > 2 and x.shape[:2] == sizes[::-1] != sizes  # tokens come first
 
-    handles = [block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(blocks)]
-    handles += [block.register_forward_hook(end) for block in blocks]
-    with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+    with ExitStack() as stack, seen_calls(blocks) as seen:
         for name, reading in readers.items():
             for reader in reading if name not in layers else ():
                 stack.enter_context(reader.seen_by(partial(begin, name)))
         outputs(calibration.model, batch)
     layers |= here
-    return order
-
-
-def _is_chained(calibration: Calibration, chunk: Chunk) -> bool:
-    """Whether passes that start at any block give what whole passes give."""
-    stack = calibration.samples.stacks[chunk.stack]
-    samples = Samples([Stack(moved(rows(stack.tree, slice(1), stack.size), calibration.device), 1)])
-
-    def value(chunk: Chunk) -> Tensor:
-        return first_tensor(outputs(calibration.model, samples.tree(chunk)))
-
-    whole = value(Chunk(0, 0, 1))
-    return is_chain(Stream(calibration.blocks, samples), value, [whole])
+    return seen.order

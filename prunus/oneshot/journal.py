@@ -2,20 +2,19 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..eligible import Weight
 from ..files.atomic import is_part
 from ..files.json_file import read_json, write_json
 from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
-from ..ops.bits import words_of
+from ..ops.bits import sum_of_bits
 from .identity import identity
 from .options import Trial
 from .probe.decide import Ratios
@@ -23,19 +22,23 @@ from .probe.prober import Probed
 from .samples import digest
 
 Folder = str | os.PathLike[str]
+Weights = Iterable[Weight] | Mapping[str, list[int]]  # or their fingerprint
 
 
 class Journal:
-    """The folder of one repair or shrinking: a file for each group of weights, block or model that is done."""
+    """The folder of one call: a file for each group of weights, block, model or trial of a search that is done."""
 
-    def __init__(
-        self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight], kind: str = "repair"
-    ) -> None:
+    def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Weights, kind: str = "repair") -> None:
         self.folder = Path(folder)
-        self.run = claim(self.folder, kind, settings, weights)
+        settings = {name: identity(value) for name, value in settings.items()}
+        sums = dict(weights) if isinstance(weights, Mapping) else fingerprint(weights)
+        _check_or_write(self.folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": sums})
+        self.run = digest([*settings.items(), *sums.items()])
+        self._last: tuple[str, dict[str, Any]] | None = None  # what was read last
 
     def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
         """Save what was done to the parameters of these names."""
+        self._last = None
         write_torch_file(self.folder / f"{file}.pt", {"of": [self.run, *names], "content": dict(content)})
 
     def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
@@ -44,15 +47,21 @@ class Journal:
         entry = _read(path, [self.run, *names]) if path.is_file() else None
         return entry and entry["content"]
 
-
-def claim(folder: Path, kind: str, given: Mapping[str, Any], weights: Mapping[str, Weight]) -> str:
-    """Mark the folder as that of a search or a repair with these settings, or check that it is; returns their hash."""
-    settings, sums = {name: identity(value) for name, value in given.items()}, fingerprint(weights)
-    _check_or_write(folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": sums})
-    return digest([*settings.items(), *sums.items()])
+    def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]:
+        """What was saved, which must be there; what was read last is not read again."""
+        if self._last is None or self._last[0] != file:
+            self._last = None
+            if (content := self.load(file, names)) is None:
+                raise ValueError(
+                    f"{self.folder / file}.pt, which holds changed weights, is gone or damaged; repeat the same call: "
+                    "it does again what the file held, and nothing else"
+                )
+            self._last = file, content
+        return self._last[1]
 
 
 def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
+    """Mark the folder as that of a call with these settings and weights, or check that it is."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}.json"
     if not path.is_file():
@@ -75,30 +84,24 @@ class SearchJournal:
     """The folder of one search: of a model with these weights, with these settings."""
 
     def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
-        self.folder = Path(folder)
-        self.weights = weights
-        self.run = claim(self.folder, "search", settings, weights)
+        self.journal = Journal(folder, settings, weights.values(), "search")
+        self.folder, self.weights = self.journal.folder, weights
 
     def trials(self) -> list[Trial]:
         """Finished trials, in order; a damaged one and what was done after it are removed."""
-        trials = []
-        for content in self._undamaged(list(takewhile(Path.is_file, map(self._path, count())))):
-            figures = dict(content["trial"])
-            trials.append(Trial(target=figures.pop("asked"), **figures))
-        return trials
+        files = takewhile(lambda file: (self.folder / f"{file}.pt").is_file(), map(_file_of, count()))
+        return [Trial(**content["trial"]) for content in self._undamaged([*files])]
 
     def levels(self, number: int) -> list[dict[str, Tensor]]:
         """Packed masks of the last two levels (or the only one) that were kept after trial ``number``."""
         devices = {name: weight.parameter.device for name, weight in self.weights.items()}
-        levels = read_torch_file(self._path(number))["levels"]
+        levels = self.journal.stored(_file_of(number), [_file_of(number)])["levels"]
         return [{name: mask.to(devices[name]) for name, mask in masks.items()} for masks in levels]
 
     def finish(self, number: int, trial: Trial, levels: Sequence[Mapping[str, Tensor]]) -> None:
         """Save a trial with the levels kept after it, and delete the files of its groups."""
         last = [{name: mask.cpu() for name, mask in masks.items()} for masks in levels[-2:]]
-        figures = asdict(trial)
-        content = {"trial": {"asked": figures.pop("target"), **figures}, "levels": last}
-        self._write(self._path(number), content)
+        self.journal.save(_file_of(number), [_file_of(number)], {"trial": asdict(trial), "levels": last})
         for path in self.folder.glob("group_*.pt"):
             path.unlink()
 
@@ -114,41 +117,39 @@ class SearchJournal:
                 "num_not_finite": ratios.num_not_finite,
                 "tau": found.taus[name],
             }
-        path = self.folder / f"group_{number:04}_{len(list(self.folder.glob('group_*.pt'))):05}.pt"
-        self._write(path, {"content": content})
+        file = f"group_{number:04}_{len([*self.folder.glob('group_*.pt')]):05}"
+        self.journal.save(file, [file], content)
 
     def groups(self, number: int) -> Probed:
         """What was decided in trial ``number`` before the search was interrupted."""
         probed = Probed()
-        for content in self._undamaged(sorted(self.folder.glob(f"group_{number:04}_*.pt"))):
-            for name, saved in content["content"].items():
+        for content in self._undamaged(sorted(path.stem for path in self.folder.glob(f"group_{number:04}_*.pt"))):
+            for name, saved in content.items():
                 device = self.weights[name].parameter.device
                 probed.pruned[name] = saved["pruned"].to(device)
                 probed.ratios[name] = Ratios(saved["q"].to(device), saved["num_zero"], saved["num_not_finite"])
                 probed.taus[name] = saved["tau"]
         return probed
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"trial_{number:04}.pt"
-
-    def _write(self, path: Path, content: Mapping[str, Any]) -> None:
-        write_torch_file(path, {"of": [self.run, path.name], **content})
-
-    def _undamaged(self, paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    def _undamaged(self, files: Sequence[str]) -> Iterator[dict[str, Any]]:
         """What files hold, up to the first that is damaged; it is removed with those after it, which build on it."""
-        for number, path in enumerate(paths):
-            if (content := _read(path, [self.run, path.name])) is None:
-                for later in paths[number:]:
-                    later.unlink()
+        for number, file in enumerate(files):
+            if (content := self.journal.load(file, [file])) is None:
+                for later in files[number:]:
+                    (self.folder / f"{later}.pt").unlink()
                 return
             yield content
 
 
-def fingerprint(weights: Mapping[str, Weight]) -> dict[str, list[int]]:
+def _file_of(trial: int) -> str:
+    return f"trial_{trial:04}"
+
+
+def fingerprint(weights: Iterable[Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
     sums = {}
-    for name, weight in weights.items():
-        sums[name] = [*weight.parameter.shape, int(words_of(weight.parameter).sum(dtype=torch.int64))]
+    for weight in weights:
+        sums[weight.name] = [*weight.parameter.shape, sum_of_bits(weight.parameter)]
     return sums
 
 

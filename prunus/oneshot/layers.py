@@ -113,7 +113,7 @@ class Reader:
                 see(self, (x.unflatten(0, (-1, num_samples)).transpose(0, 1),))
 
         with ExitStack() as stack:
-            stack.callback(self.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.enter_context(self.module.register_forward_pre_hook(before, with_kwargs=True))
             if self.key == OUTPUT:
                 stack.enter_context(output_projections_seen_by(multiplied))
             yield
@@ -139,13 +139,14 @@ class Reader:
 
 
 def readers(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[Reader]]:
-    """What reads each weight, by name; none where one of its readers is of a kind that is not known."""
+    """What reads each weight, by name, of weights whose readers are all of a kind that is known."""
     # attention multiplies by the weight of its output projection, whose forward it does not call
     attentions = {m.out_proj: m for m in model.modules() if type(m).forward is nn.MultiheadAttention.forward}
     by_name: dict[str, list[Reader]] = {}
     for name, held in _held(model, weights).items():
         reading = [Reader(attentions[m], OUTPUT) if m in attentions else Reader(m, key) for m, key in held]
-        by_name[name] = reading if all(reader.is_known for reader in reading) else []
+        if reading and all(reader.is_known for reader in reading):
+            by_name[name] = reading
     return by_name
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..eligible import Weight
 from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
 from ..ops import bits
+from .disk_offload import DiskOffload
 from .originals import Originals
 from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
 from .resources import Cost
@@ -33,6 +34,8 @@ class Level:
     tuned_whole: Tuned | None = None
     not_tuned: list[str] = field(default_factory=list)  # sentences: what was to be tuned and was not, and why
     grids: dict[str, OnGrid] = field(default_factory=dict)  # of weights in few bits
+    num_zeros: dict[str, int] = field(default_factory=dict)  # of weights that are not in memory
+    before: Callable[[str], Tensor] | None = None  # reads a parameter on disk as it was
     originals: Originals = field(default_factory=Originals)
     cost: Cost = field(default_factory=Cost)
     repair_again: Callable[[], None] | None = None  # repairs the dense model by the masks of the probe
@@ -121,9 +124,15 @@ class Level:
             self.originals.save_all(tensor)
             tensor.detach().copy_(values)
         for name, weight in self.weights.items():
-            if weight.parameter not in self.originals.whole:
+            if weight.parameter not in self.originals.whole and weight.parameter not in self.originals.on_disk:
                 where = bits.unpack(self.live[name] & ~self.packed[name], weight.parameter.shape)
                 self.originals.prune_(weight.parameter, where)
+
+    def masked(self, name: str) -> Tensor:
+        """What a parameter on disk was, under its mask."""
+        assert self.before is not None
+        value = self.before(name)
+        return value * bits.unpack(self.packed[name], value.shape) + 0.0 if name in self.packed else value
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
@@ -132,6 +141,8 @@ class Level:
         masks = Originals()
         try:
             for name, weight in self.weights.items():
+                if weight.parameter in self.originals.on_disk:
+                    continue
                 masks.prune_(weight.parameter, ~bits.unpack(self.packed[name], weight.parameter.shape))
             yield
         finally:
@@ -164,3 +175,14 @@ class Level:
 
     def _taus(self, tau: Tau, base: float) -> dict[str, float]:
         return taus(tau, {name: weight.parameter.numel() for name, weight in self.weights.items()}, base)
+
+
+def level_of(weights: Mapping[str, Weight], live: Mapping[str, Tensor], disk: DiskOffload | None) -> Level:
+    """The level of a call that begins; of parameters on disk it knows what reads them as they are now."""
+    if disk is None:
+        return Level(weights, live)
+    return Level(weights, live, before=disk.now(), originals=Originals(disk.parameters))
+
+
+def num_zeros(tensor: Tensor) -> int:
+    return tensor.numel() - int(tensor.detach().count_nonzero())

@@ -6,7 +6,7 @@ inputs and takes the changes: into the model, into the journal to resume from, a
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,16 +21,17 @@ from ..ops.lazy import as_rows, from_rows
 from .batch_norms import renew_batch_norms
 from .calibration import Calibration
 from .groups import Group
-from .journal import Journal
 from .layers import matrix_layout
-from .level import Level
+from .level import Level, num_zeros
 from .options import BlockTuning
-from .resources import is_out_of_memory, release
+from .resources import fits, release
+from .shared_work import Entries, agreed, of_first
 from .step import Change, LayerRepair, Layers, Step
 from .streams import BIAS, Streams
 from .tune import Tuned, WholeLoss, block_loss, tunable, tune
 
 Finished = Callable[[Sequence[str]], None]  # called with the weights of a group that is done
+DIVIDED = 1 << 25  # multiplications of an iteration from which ranks are faster together than one
 
 
 class Loop:
@@ -49,40 +50,68 @@ class Loop:
         *,
         masks: Mapping[str, Tensor] | None = None,
         live: Mapping[str, Tensor] | None = None,
-        journal: Journal | None = None,
+        journal: Entries | None = None,
         dense: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.calibration, self.level, self.mask, self.journal, self.dense = calibration, level, mask, journal, dense
         self.weights, self.masks, self.live = level.weights, masks, live or {}
         self.streams: Streams | None = None
         self._skipped: set[str] = set()  # reached, and not changed by the step
+        self._before: Callable[[str], Tensor] | None = None  # reads parameters on disk as they were
 
-    @torch.no_grad()
     def run(self, step: Step | None, finished: Finished, tuning: BlockTuning | None = None) -> None:
         """Go through all weights; without a step no input is read, and every weight is pruned by its mask alone."""
-        if step is not None:
-            self.calibration.meter.show("order of the layers")
-            reads_dense = step.targets == "dense"
-            self.streams = Streams(
-                self.calibration, has_dense=reads_dense or tuning is not None, reads_dense=reads_dense
-            )
-            offload = self.calibration.offload
-            with nullcontext() if offload is None else offload.keeping():
-                self._through_blocks(self.streams, step, finished, tuning)
-        for name in self.weights:
-            if name not in self.level.packed:
-                change = self.mask(self._layers([name]))[name]
-                if self.streams is not None:
-                    reason = "no sample reached it"
-                    if name in self._skipped:
-                        reason = "the step left it out"
-                    elif name not in self.streams.readers:
-                        reason = "it is no plain linear layer or convolution"
-                    change = replace(change, repair=LayerRepair(not_repaired=reason))
-                self._write(name, change)
-                finished([name])
+        disk, offload = self.calibration.disk, self.calibration.offload
+        self._before = disk.now() if disk else None
+        with torch.no_grad(), disk.reading(self._before) if disk and self._before else nullcontext():
+            if step is not None:
+                self.calibration.meter.show("order of the layers")
+                reads_dense = step.targets == "dense"
+                has_dense = reads_dense or tuning is not None
+                self.streams = Streams(self.calibration, has_dense=has_dense, reads_dense=reads_dense)
+                with offload.keeping() if offload else nullcontext():
+                    self._through_blocks(self.streams, step, finished, tuning)
+            is_read = disk.names if disk else {}
+            for number, name in enumerate(self.weights):
+                if name not in self.level.packed:
+                    if step is None and self.masks and self._before and name in is_read:
+                        self._mask_on_disk(name, self.masks[name], self._before)
+                    else:
+                        with self.calibration.holding([name]):
+                            self._mask_alone(name, f"weight_{number:05}")
+                    finished([name])
+            if self.streams is not None:
+                self.streams.forget()
+
+    def _mask_on_disk(self, name: str, packed: Tensor, before: Callable[[str], Tensor]) -> None:
+        """Prune a weight on disk by a mask that is known, which is applied wherever the weight is read."""
+        disk, level, parameter = self.calibration.disk, self.level, self.weights[name].parameter
+        assert disk is not None
+        level.packed[name] = packed
+        level.num_zeros[name] = parameter.numel() - int(bits.count(packed))
+
+        def read(name: str) -> Tensor:
+            value = before(name).clone()
+            bits.zero_(value, packed | ~level.live[name])  # zeros that were there keep their sign, as in memory
+            return value
+
+        disk.stored[name] = read
+
+    def _mask_alone(self, name: str, file: str) -> None:
+        """Prune a weight that no step changes; of one on disk the mask is stored, or was before."""
+        if self.calibration.disk and self._was_changed(file, [name]):
+            return
+        change = self.mask(self._layers([name]))[name]
         if self.streams is not None:
-            self.streams.forget()
+            reason = "no sample reached it"
+            if name in self._skipped:
+                reason = "the step left it out"
+            elif name not in self.streams.readers:
+                reason = "it is no plain linear layer or convolution"
+            change = replace(change, repair=LayerRepair(not_repaired=reason))
+        self._write(name, change)
+        if self.calibration.disk:
+            self._store(file, [name], [name], are_masks=change.weight is None)
 
     def _through_blocks(self, streams: Streams, step: Step, finished: Finished, tuning: BlockTuning | None) -> None:
         num_blocks, skipped = len(streams.blocks), Counter[str]()
@@ -90,19 +119,21 @@ class Loop:
         last = num_blocks if tuning else max((group.start for group in groups), default=0)
         numbers = {group: number for number, group in enumerate(groups)}
         for position in range(last + 1):
-            for group in [group for group in groups if group.start == position]:
-                self._change(streams, group, step, f"group_{numbers[group]:05}")
-                finished(group.names)
-            if position < last:
-                self.calibration.meter.show(f"passes through block {position + 1} of {num_blocks}")
-                streams.advance_dense()
-                if tuning is not None:
-                    self._tune_block(streams, tuning, skipped)
-                    streams.changed()
-                streams.advance()
+            here = [group for group in groups if group.start == position]
+            with self.calibration.holding([name for group in here for name in group.names]):
+                for group in here:
+                    self._change(streams, group, step, f"group_{numbers[group]:05}")
+                    finished(group.names)
+                if position < last:
+                    self.calibration.meter.show(f"passes through block {position + 1} of {num_blocks}")
+                    agreed(self.calibration.ranks, streams.advance_dense)
+                    if tuning is not None:
+                        self._tune_block(streams, tuning, skipped)
+                        streams.changed()
+                    agreed(self.calibration.ranks, streams.advance)
         if tuning is not None:
             self.level.not_tuned += [
-                f"Blocks that were not tuned: {n} of {num_blocks}, {why}." for why, n in skipped.items()
+                f"Blocks that were not tuned: {n} of {num_blocks}, as {why}." for why, n in skipped.items()
             ]
             if not num_blocks and tuning.epochs:
                 self.level.not_tuned.append(
@@ -112,30 +143,86 @@ class Loop:
     def _change(self, streams: Streams, group: Group, step: Step, file: str) -> None:
         """Have the step change the layers of a group, or load what it did before the call was interrupted."""
         self.calibration.meter.show(f"repair of {group.names[0]}")
-        if self.journal and (before := self.journal.load(file, group.names)):
-            for name, saved in before.items():
-                self._replace(name, saved["weight"], saved["mask"], LayerRepair(**saved["repair"]))
-                self._take_units(name, saved["units"], saved["bias"])
-                if saved["scales"] is not None:
-                    self._put_on_grid(name, OnGrid(Grid(**saved["grid"]), saved["scales"]))
+        if self._was_changed(file, group.names):
             return
         layers = self._layers([name for name in group.names if name in self.weights], self.calibration.device)
         experts = group.names[0] in streams.stacked
+        self._release()
         layers = replace(layers, moments=streams.moments(group), are_experts=experts, is_routed=group.is_routed)
-        changes = step(layers)
+        self._release()
+        changes = self._changes(step, layers)
         self._skipped |= {name for name in group.names if any(layers.moments) and name not in changes}
         for name, change in changes.items():
             self._write(name, change)
-        if self.journal:
-            self.journal.save(file, group.names, {name: self._entry(name) for name in changes})
+        self._store(file, group.names, changes)
+        self._release()
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        weight, level = self.weights[name].parameter.detach(), self.level
-        units, bias = level.units.get(name), self._bias(name) if name in level.units else None
-        more: dict[str, Any] = {"units": units, "bias": None if bias is None else bias.detach().cpu()}
-        on_grid = level.grids.get(name)
-        more["scales"], more["grid"] = (on_grid.scales.cpu(), asdict(on_grid.grid)) if on_grid else (None, None)
-        return {"weight": weight.cpu(), "mask": level.packed[name].cpu(), "repair": asdict(level.repairs[name])} | more
+    def _release(self) -> None:
+        """Of a model on disk, which may fill main memory: give back what passes and solves no longer need."""
+        if self.calibration.disk:
+            release(torch.device("cpu"))
+
+    def _was_changed(self, file: str, names: Sequence[str]) -> bool:
+        """Change weights as they were before the call was interrupted, if they were."""
+        if self.journal is None or (before := self.journal.load(file, names)) is None:
+            return False
+        for name, saved in before.items():
+            value = saved["weight"]
+            if value is None:
+                parameter = self.weights[name].parameter
+                value = parameter.detach() * bits.unpack(saved["mask"].to(parameter.device), parameter.shape)
+            self._replace(name, value, saved["mask"], LayerRepair(**saved["repair"]))
+            self._take_units(name, saved["units"], saved["bias"])
+            if saved["scales"] is not None:
+                self._put_on_grid(name, OnGrid(Grid(**saved["grid"]), saved["scales"]))
+        self._note_stored(file, names, before)
+        return True
+
+    def _store(self, file: str, names: Sequence[str], changed: Iterable[str], *, are_masks: bool = False) -> None:
+        """Write what became of some weights of a group into the journal; of masks alone no values."""
+        if self.journal is None:
+            return
+        self.journal.save(file, names, {name: self._entry(name, are_masks=are_masks) for name in changed})
+        self._note_stored(file, names, changed)
+
+    def _note_stored(self, file: str, names: Sequence[str], changed: Iterable[str]) -> None:
+        """Of weights on disk: say where their new values are, and how many are zero."""
+        disk, journal, before = self.calibration.disk, self.journal, self._before
+        if disk is None or journal is None or before is None:
+            return
+
+        def read(name: str) -> Tensor:
+            saved = journal.stored(file, names)[name]
+            if saved["weight"] is not None:
+                return saved["weight"]
+            value = before(name)
+            return value * bits.unpack(saved["mask"], value.shape) + 0.0
+
+        for name in changed:
+            self.level.num_zeros[name], disk.stored[name] = num_zeros(self.weights[name].parameter), read
+            if name in self.level.units and self._bias(name) is not None:
+                bias = f"{name.rpartition('.')[0]}.bias"
+                disk.stored[bias] = lambda _, name=name: journal.stored(file, names)[name]["bias"]
+
+    def _changes(self, step: Step, layers: Layers) -> dict[str, Change]:
+        """What the step does; of several ranks the first one alone takes a small step, and tells the others."""
+        ranks, sizes = self.calibration.ranks, [w.numel() * w.shape[1] for w in layers.weights.values()]
+        if ranks is None or len(layers.moments) > 1 or sum(sizes) >= DIVIDED:
+            return step(layers)
+        return of_first(ranks, lambda: _alone(step)(layers), self.calibration.device)
+
+    def _entry(self, name: str, *, are_masks: bool) -> dict[str, Any]:
+        level, on_grid = self.level, self.level.grids.get(name)
+        bias = self._bias(name) if name in level.units else None
+        return {
+            "weight": None if are_masks else self.weights[name].parameter.detach().cpu(),
+            "mask": level.packed[name].cpu(),
+            "repair": asdict(level.repairs.get(name, LayerRepair())),
+            "units": level.units.get(name),
+            "bias": None if bias is None else bias.detach().cpu(),
+            "scales": on_grid and on_grid.scales.cpu(),
+            "grid": on_grid and asdict(on_grid.grid),
+        }
 
     def _layers(self, names: Sequence[str], device: torch.device | None = None) -> Layers:
         """Weights and masks as matrices (out, in)."""
@@ -217,9 +304,8 @@ class Loop:
         if not tuning.epochs:
             return
         if streams.is_same or not parameters:
-            skipped[
-                "as nothing was pruned in them or before" if streams.is_same else "as they share all their weights"
-            ] += 1
+            why = "nothing was pruned in them or before" if streams.is_same else "they share all their weights"
+            skipped[why] += 1
             return
         with self.calibration.meter.part(f"tuning of block {k + 1} of {len(streams.blocks)}", tuning.epochs):
             self.level.tuned[k] = self._tuned(f"block_{k:05}", parameters, run)
@@ -244,16 +330,13 @@ class Loop:
                 tune(calibration, parameters, loss, offload=calibration.offload, **how), loss=str(loss.distance)
             )
 
-        try:
+        def tune_whole() -> None:
             with calibration.meter.part("tuning of the whole model", tuning.whole_epochs):
                 level.tuned_whole = self._tuned("whole", parameters, run)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release(calibration.device)
-        level.not_tuned.append("The model was not tuned as a whole: there is too little memory.")
-        warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
+
+        if not fits(tune_whole, calibration.device):
+            level.not_tuned.append("The model was not tuned as a whole: there is too little memory.")
+            warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
 
     def _tuned(self, file: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
         """Tune the parameters by ``run``, or load what it did before the call was interrupted."""
@@ -265,9 +348,27 @@ class Loop:
             if self.journal and (before := self.journal.load(file, names)):
                 for parameter, value in zip(parameters, before["parameters"], strict=True):
                     parameter.detach().copy_(value)
+                self._note_tuned(file, names)
                 return Tuned(*before["tuned"])
             tuned = run()
         if self.journal:
             values = [parameter.detach().cpu() for parameter in parameters]
             self.journal.save(file, names, {"parameters": values, "tuned": [tuned.before, tuned.after, tuned.loss]})
+            self._note_tuned(file, names)
         return tuned
+
+    def _note_tuned(self, file: str, names: Sequence[str]) -> None:
+        """Of parameters on disk: say where their tuned values are, and how many are zero."""
+        disk, journal = self.calibration.disk, self.journal
+        if disk is None or journal is None:
+            return
+        for number, name in enumerate(names):
+            disk.stored[name] = lambda name, number=number: journal.stored(file, names)["parameters"][number]
+            if name in self.weights:
+                self.level.num_zeros[name] = num_zeros(self.weights[name].parameter)
+
+
+def _alone(step: Any) -> Step:
+    """The same step for one rank."""
+    first = {"first": _alone(step.first)} if getattr(step, "first", None) else {}
+    return replace(step, ranks=None, **first)

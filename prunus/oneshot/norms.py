@@ -3,7 +3,9 @@
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..eligible import Weight
 from ..input_statistics import InputNorms, fill_unreached_
+from .blocks import is_near
+from .by_block import BY_BLOCK
 from .calibration import Calibration
 from .forward import head_of, is_encoder_decoder, outputs, replaced
+from .progress import Meter
 from .resources import FAILURES
-from .samples import Chunk, mask_of
+from .samples import Chunk, Samples, Stack, mask_of, rows
 
 Squares = dict[str, Tensor]
 SIZE = {"cpu": 4, "cuda": 32}  # samples per pass: more is no faster
@@ -29,7 +35,7 @@ def input_norms(calibration: Calibration) -> dict[str, Tensor]:
     """
     reader, weights = _Sums(calibration), list(calibration.weights.values())
     size = SIZE.get(calibration.device.type, 4) if reader.may_batch() else 1
-    calibration.visit(size, lambda chunk: reader.squares(chunk).items(), reader.add, after=reader.done)
+    reader.read(calibration, size, after=reader.done)
     left = [name for name in calibration.weights if name not in reader.sums]
     used = reader.used(left) if left else set()
     if unreached := [name for name in left if name not in used]:
@@ -59,21 +65,44 @@ class _Sums:
     done: Chunk | None = None  # samples that are in the sums already
     skipped: Mapping[nn.Module, Callable[..., Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        blocks = self.calibration.blocks if self.calibration.model in BY_BLOCK else []
+        weights = list(self.calibration.weights.values())
+        inside: dict[nn.Module, set[int]] = {}
+        for k, block in enumerate(blocks):
+            for module in block.modules():
+                inside.setdefault(module, set()).add(k)
+        homes = [set().union(*(inside.get(m, {len(blocks)}) for m in (w.module, *w.sharers))) for w in weights]
+        if any(len(home) > 1 for home in homes) or not (blocks and self.calibration.is_chained):
+            blocks, homes = [], [{0}] * len(weights)
+        self.blocks = blocks  # that run one after the other, each for all samples
+        self.places = [  # weights by block, and at the end those outside the blocks
+            [weight for weight, home in zip(weights, homes, strict=True) if home == {k}] for k in range(len(blocks) + 1)
+        ]
+
     def may_batch(self) -> bool:
         """Whether two samples in one pass, without the head, give the sums that they give one by one with it."""
-        number = next((i for i, stack in enumerate(self.calibration.samples.stacks) if stack.size > 1), None)
+        stacks = self.calibration.samples.stacks
+        number = next((i for i, stack in enumerate(stacks) if stack.size > 1), None)
         if number is None:
             return False
-        parts = [self.squares(Chunk(number, i, i + 1)) for i in (0, 1)]
-        self.done = Chunk(number, 0, 2)
-        for part in parts:
-            self.calibration.each_once([*part.items()], self.add)
+        two, self.done = copy(self.calibration), Chunk(number, 0, 2)
+        two.meter = Meter()  # these samples are no steps of the call
+        vars(two)["samples"] = Samples([Stack(rows(stacks[number].tree, slice(2), stacks[number].size), 2)])
+        alone = self._sums_of(two, 1)
+        self.sums |= alone
         for skipped in self._head(), {}:
             self.skipped = skipped
             with suppress(*FAILURES, MemoryError):
-                if _add_up(parts, self.squares(self.done)):
+                both = self._sums_of(two, 2)
+                if both.keys() == alone.keys() and all(is_near(both[name], alone[name], 0.01) for name in alone):
                     return True
         return False
+
+    def _sums_of(self, calibration: Calibration, size: int) -> Squares:
+        reader = _Sums(self.calibration, skipped=self.skipped)
+        reader.read(calibration, size)
+        return reader.sums
 
     def _head(self) -> dict[nn.Module, Callable[..., Any]]:
         """A forward that skips the head, whose output nothing reads, unless the head is pruned itself."""
@@ -86,13 +115,33 @@ class _Sums:
         is_pruned = any(weight.module is head for weight in self.calibration.weights.values())
         return {} if is_pruned else {head: lambda hidden: hidden}
 
-    def squares(self, chunk: Chunk) -> Squares:
-        batch = self.calibration.batch(chunk)
-        collector = InputNorms(list(self.calibration.weights.values()), mode="eval", mask=mask_of(batch))
-        with replaced(dict(self.skipped)), collector:
-            outputs(self.calibration.model, batch)
-        self.calibration.cost.forwards += chunk.size
-        return collector.squares
+    def read(self, calibration: Calibration, size: int, after: Chunk | None = None) -> None:
+        """Add the squares of all samples, ``size`` of them at a time: in whole passes, or one block after another."""
+        num = len(self.blocks)
+        stream = calibration.stream(self.blocks)
+
+        def forward(chunk: Chunk) -> None:
+            outputs(calibration.model, calibration.batch(chunk))
+
+        def behind(chunk: Chunk) -> None:
+            with stream.starting_at(num, chunk), replaced(dict(self.skipped)):
+                forward(chunk)
+
+        def squares(weights: Sequence[Weight], run: Callable[[Chunk], None], chunk: Chunk) -> list[tuple[str, Tensor]]:
+            with InputNorms(weights, mode="eval", mask=mask_of(calibration.batch(chunk))) as collector:
+                run(chunk)
+            calibration.cost.forwards += chunk.size
+            return list(collector.squares.items())
+
+        def visit(weights: Sequence[Weight], run: Callable[[Chunk], None]) -> None:
+            calibration.visit(size, partial(squares, weights, run), self.add, after=after)
+
+        for k, weights in enumerate(self.places):
+            if k < num:
+                calibration.meter.show(f"input norms, block {k + 1} of {num}")
+                stream.advance(k, forward, partial(visit, weights))
+            elif weights:
+                visit(weights, behind)
 
     def add(self, found: tuple[str, Tensor]) -> None:
         name, squares = found
@@ -120,14 +169,3 @@ class _Uses(TorchFunctionMode):
         read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
         self.found |= {self.names[parameter] for parameter in read if parameter in self.names}
         return func(*args, **(kwargs or {}))
-
-
-def _add_up(parts: Sequence[Squares], together: Squares) -> bool:
-    """Whether the sums of a batch are those of its samples, rounding aside."""
-    if any(set(part) != set(together) for part in parts):
-        return False
-    for name, squares in together.items():
-        alone = torch.stack([part[name] for part in parts]).sum(0)
-        if not bool((squares - alone).abs().max() <= 0.01 * alone.abs().max()):
-            return False
-    return True

@@ -124,13 +124,12 @@ class Offload:
             self._keeps = False
             self._copies.clear()
 
-    def holds(self, unit: nn.Module) -> bool:
-        """Whether the weights of ``unit`` are on the device now."""
-        return all(tensor in self._homes for tensor in _tensors(unit))
-
     @contextmanager
     def loaded(self, unit: nn.Module) -> Iterator[None]:
-        """The weights of ``unit`` on the device, for a run that does not call its hooks."""
+        """The weights of ``unit`` on the device, for a run that may not call its hooks."""
+        if all(tensor in self._homes for tensor in _tensors(unit)):
+            yield
+            return
         self._load(unit)
         try:
             yield
@@ -197,7 +196,8 @@ class Offload:
         edges = [[*{edge.node: edge for edge in self._edges[t]}.values()] if t in self._edges else [t] for t in inputs]
         flat: list[Any] = [edge for each in edges for edge in each]
         flat_gradients = iter(torch.autograd.grad(total, flat, allow_unused=True))
-        return [_sum([next(flat_gradients) for _ in each]) for each in edges]
+        parts = [[g for _ in each if (g := next(flat_gradients)) is not None] for each in edges]
+        return [torch.stack(own).sum(0) if len(own) > 1 else own[0] if own else None for own in parts]
 
 
 def saving(offload: Offload | None, saves: Saves | None = None) -> AbstractContextManager[None]:
@@ -250,9 +250,7 @@ def checkpointed(block: nn.Module, offload: Offload | None) -> Callable[..., Any
         def run(*args: Any, **kwargs: Any) -> Any:
             if [tensor._version for tensor in given] != versions:
                 raise ValueError(f"{type(block).__name__} changes its input in place; leave out checkpointing")
-            if offload is None or offload.holds(block):
-                return own(*args, **kwargs)
-            with offload.loaded(block):  # the backward calls no hook of the block
+            with nullcontext() if offload is None else offload.loaded(block):  # the backward calls no hook of it
                 return own(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -267,8 +265,3 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Always a copy, so that the weights' own device is treated like any other."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    gradients = [part for part in parts if part is not None]
-    return torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0] if gradients else None

@@ -1,6 +1,6 @@
 """Values of tensors before they were changed, so that every change can be taken back bit for bit."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class Originals:
-    """Values of tensors before they were changed, bit for bit: those at the changed places, or all."""
+    """Values of tensors before they were changed, bit for bit: those at the changed places, or all.
 
-    def __init__(self) -> None:
+    Of tensors ``on_disk`` none is remembered: their old values are there.
+    """
+
+    def __init__(self, on_disk: Collection[Tensor] = ()) -> None:
+        self.on_disk = on_disk
         self._before: list[tuple[Tensor, Tensor | None, Tensor]] = []  # tensor, packed places (None for all), values
         self.whole: dict[Tensor, Tensor] = {}  # values of tensors that are remembered as a whole
         self._is_lent = False  # whether a model uses the memory of ``whole``
@@ -29,12 +33,15 @@ class Originals:
     def save(self, parameter: Tensor, where: Tensor) -> Tensor:
         """Remember the elements of ``parameter`` at the boolean ``where``, and return them."""
         values = parameter.detach()[where]  # a copy: it never aliases the live weight
-        self._before.append((parameter, bits.pack(where), values))
+        if parameter not in self.on_disk:
+            self._before.append((parameter, bits.pack(where), values))
         return values
 
     @torch.no_grad()
     def save_all(self, tensor: Tensor) -> Tensor:
         """Remember all elements of ``tensor``, in main memory, unless they are known; returns them."""
+        if tensor in self.on_disk:
+            return tensor.detach().to("cpu", copy=True)
         if tensor not in self.whole:
             self.whole[tensor] = tensor.detach().to("cpu", copy=True)
             self._before.append((tensor, None, self.whole[tensor]))

@@ -6,46 +6,34 @@ of a residual stream, which other layers read too, stay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .calibration import Calibration
-from .call_order import Calls, Candidate, Count
+from .call_order import Calls, Candidate
 from .plain_heads import HEADS, head_candidates
 from .unit_check import UnitCheck, drawn
-from .units import Kind, Number, Slices, UnitLayer
+from .units import Kind, Number, Plan, Slices, UnitLayer
 
 # attributes that count the channels of a norm, an activation or a depthwise convolution
 WIDTHS = ("num_features", "num_parameters", "in_channels", "out_channels", "groups")
 
 
-@dataclass(frozen=True)
-class PlainPlan:
-    """The units of a model, each layer with a width of its own."""
+def plain_plan(calibration: Calibration) -> Plan:
+    """The units of the model, each layer with a width of its own.
 
-    layers: list[UnitLayer]
-    reasons: dict[Kind, str]
-    counts: dict[str, Sequence[Count]]  # by field
-
-    def allowed(self, field: str) -> Sequence[int]:
-        return range(1, next(layer.num for layer in self.layers if layer.field == field) + 1)
-
-    def numbers(self, left: Mapping[str, int]) -> list[Number]:
-        return [(module, key, num * left[name]) for name in left for module, key, num in self.counts[name]]
-
-
-def plain_plan(calibration: Calibration) -> PlainPlan:
-    """The units of the model: candidates come from its calls on the first sample, on which they are tried too."""
+    Candidates come from its calls on the first sample, on which they are tried too.
+    """
     assert not calibration.is_open, "its blocks may be on another device"
     calls = Calls.of(calibration)
     heads = list(head_candidates(calibration.model, calls))
     right = _right(UnitCheck.of(calibration), [*heads, *_neurons(calls)])
-    plan = _plan(sorted(right, key=lambda candidate: calls.place_of(candidate.layer.consumer)))
-    kinds, reasons = {layer.kind for layer in plan.layers}, _reasons(calibration.model, bool(heads))
-    plan.reasons.update({kind: reason for kind, reason in reasons.items() if kind not in kinds})
-    return plan
+    order = [calls.layers[module].name for module in calls.order if module in calls.layers]
+    reasons = _reasons(calibration.model, bool(heads))
+    for candidate in right:
+        reasons.pop(candidate.layer.kind, None)
+    return _plan(sorted(right, key=lambda candidate: order.index(candidate.layer.consumer)), reasons)
 
 
 def _reasons(model: nn.Module, has_candidates: bool) -> dict[Kind, str]:
@@ -59,16 +47,21 @@ def _reasons(model: nn.Module, has_candidates: bool) -> dict[Kind, str]:
     return {"neurons": f"no layer of {name} is the only reader of another layer's outputs", "heads": heads}
 
 
-def _plan(candidates: Sequence[Candidate]) -> PlainPlan:
-    counts = {candidate.layer.field: candidate.counts for candidate in candidates}
-    return PlainPlan([candidate.layer for candidate in candidates], {}, counts)
+def _plan(candidates: Sequence[Candidate], reasons: Mapping[Kind, str]) -> Plan:
+    nums = {candidate.layer.field: candidate.layer.num for candidate in candidates}
+
+    def numbers(left: Mapping[str, int]) -> list[Number]:
+        counts = ((left[one.layer.field], one.counts) for one in candidates if one.layer.field in left)
+        return [(module, key, num * stay) for stay, each in counts for module, key, num in each]
+
+    return Plan([one.layer for one in candidates], reasons, lambda field: range(1, nums[field] + 1), numbers)
 
 
 def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that pass the check together; those of equal blocks are tried at once, then one by one."""
 
     def fit(*some: Candidate) -> bool:
-        plan = _plan(some)
+        plan = _plan(some, {})
         cut = [(name, slices.dim) for layer in plan.layers for name, slices in layer.slices.items()]
         if len(set(cut)) < len(cut) or any(layer.num < 2 for layer in plan.layers):
             return False
@@ -92,7 +85,7 @@ def _right(check: UnitCheck, candidates: Sequence[Candidate]) -> list[Candidate]
     return together
 
 
-def _fits(check: UnitCheck, plan: PlainPlan, nums: Sequence[int]) -> bool:
+def _fits(check: UnitCheck, plan: Plan, nums: Sequence[int]) -> bool:
     """Whether so many units of each layer can go; one of each alone shows heads that a reshape would mix up."""
     gone = drawn(dict(zip(plan.layers, nums, strict=True)))
     left = {layer.field: layer.num - len(units) for layer, units in gone.items()}

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .gram import Moments
 
 
@@ -25,6 +27,8 @@ class Candidate:
 class Problem:
     """The rows of all layers, one under another, with inputs scaled so that the damped Gram matrix has diagonal 1.
 
+    Where ``ranks`` divide the rows, these are the ones of this rank, and what is summed by layer is so over all ranks.
+
     The size of a scaled dense weight is WANDA's score. With d the change of a row of scaled weights from the dense
     ones, its damped error changes by ``d G d^T - 2 d t^T``. Errors are in units of ``mean(diag X X^T)``.
     """
@@ -37,11 +41,11 @@ class Problem:
     drift: Tensor | None  # t, (rows, in): W (X_d - X) X^T, scaled; None where X_d = X or targets are the layer's own
     targets: Tensor  # (rows, in): scaled dense weights times G, plus t
     live: Tensor  # (rows, in): weights that may stay
-    live_by_layer: Mapping[str, Tensor]  # the same; empty where all are live
     unseen: Tensor | None  # (in,): inputs that were zero at every token
     unit: Tensor  # mean(diag X X^T)
     energy: Tensor  # (rows,): |W X_d|^2
     floor: Tensor  # (rows,): |W X - W X_d|^2, what the dense weights leave
+    ranks: Ranks | None = None
 
     @staticmethod
     def of(
@@ -50,6 +54,7 @@ class Problem:
         dense_targets: bool,
         damping: float,
         live: Mapping[str, Tensor] = MappingProxyType({}),
+        ranks: Ranks | None = None,
     ) -> "Problem":
         """Set up the problem; ``moments`` are not changed. ``live`` masks tell what may stay of some layers."""
         _check(weights, moments)
@@ -78,7 +83,7 @@ class Problem:
         alive = weight != 0
         if live:
             alive &= torch.cat([live.get(name, torch.ones_like(dense).bool()) for name, dense in weights.items()])
-        problem = Problem(
+        return Problem(
             weights=weights,
             damping=damping,
             weight=weight,
@@ -87,13 +92,17 @@ class Problem:
             drift=drift,
             targets=targets if drift is None else targets.add_(drift),
             live=alive,
-            live_by_layer={},
             unseen=unseen if bool(unseen.any()) else None,
             unit=unit,
             energy=energy,
             floor=floor,
+            ranks=ranks,
         )
-        return problem if bool(alive.all()) else replace(problem, live_by_layer=problem.split(alive))
+
+    @cached_property
+    def live_by_layer(self) -> dict[str, Tensor]:
+        """Weights that may stay; empty where all are live."""
+        return {} if bool(self.live.all()) else self.split(self.live)
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows by layer."""
@@ -124,15 +133,14 @@ class Problem:
 
         The second one must also not leave a larger error than ``mask``.
         """
-        same_counts = torch.equal(*(self._sum_by_layer(one.support.sum(1)) for one in (first, second)))
-        total = self._sum_by_layer if same_counts else lambda rows: rows.sum().expand_as(rows)
+        same_counts = torch.equal(*(self.layer_sums(one.support.sum(1)) for one in (first, second)))
+        total = self._sum_by_layer if same_counts else lambda rows: self.total(rows.sum()).expand_as(rows)
         wins = (total(second.damped) < total(first.damped)) & (total(second.errors) <= total(mask.errors))
         return _choose_rows(wins, second, first)
 
     def relative_errors(self, found: Candidate) -> list[float]:
         """``|W' X - W X_d|^2 / |W X_d|^2`` of each layer."""
-        errors = [rows.sum().item() for rows in self.split(found.errors).values()]
-        energies = [rows.sum().item() for rows in self.split(self.energy).values()]
+        errors, energies = (self.layer_sums(rows).tolist() for rows in (found.errors, self.energy))
         return [e / of if of > 0 else math.inf if e > 0 else 0.0 for e, of in zip(errors, energies, strict=True)]
 
     def costs(self, weight: Tensor, support: Tensor) -> Candidate:
@@ -149,9 +157,18 @@ class Problem:
         damped = gradient.mul_(change).sum(1, dtype=torch.float64)
         return Candidate(weight, support, damped, (damped - damping + self.floor).clamp_(min=0))
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return values if self.ranks is None else self.ranks.sum(values)
+
+    def layer_sums(self, rows: Tensor) -> Tensor:
+        """The sum over all rows of each layer: (layers,)."""
+        return self.total(torch.stack([part.sum() for part in self.split(rows).values()]))
+
     def _sum_by_layer(self, rows: Tensor) -> Tensor:
         """For each row the sum over all rows of its layer."""
-        return torch.cat([part.sum().expand_as(part) for part in self.split(rows).values()])
+        sums = self.layer_sums(rows)
+        return torch.cat([total.expand_as(part) for total, part in zip(sums, self.split(rows).values(), strict=True)])
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,7 +61,9 @@ def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Prog
     if callable(progress):
         yield progress
         return
-    is_notebook = _is_notebook()
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    is_notebook = any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
     out = sys.stdout if is_notebook else sys.stderr
     if progress is False or out is None:
         yield None
@@ -76,12 +78,6 @@ def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Prog
         yield show
     finally:
         out.write(shown.end)
-
-
-def _is_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
 
 class _Bar:

@@ -1,7 +1,9 @@
 """Prune a trained model: a score or the solver chooses weights, a probe may keep some, a repair changes the others."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -9,16 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..allocate import clipped
 from ..eligible import warn_if_much_stays_dense
 from ..input_statistics import eagerly
 from ..ops import bits
-from ..select import Selector
-from .allocation import Allocation, allocate, selector
+from ..ranks import Ranks
+from ..select import Global, Quota, Selector, Shape
 from .calibration import Calibration, Patterns
 from .journal import Folder, Journal
-from .level import Level
+from .level import Level, level_of
 from .loop import Loop
 from .method import Method, ScoreLike
+from .model_folder import changed_folder
 from .options import Repair
 from .probe.objective import Loss
 from .probe.prober import Finished, Probe, Probed, Prober
@@ -28,11 +32,16 @@ from .quantize_step import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores
+from .shared_work import RankGroup, joined, journal_of, same, silent
+from .step import Choose, keep_all_but
 from .steps import Mask, Solve
+
+# what the solver chooses by before any weight changes, and how many of each layer go where only these numbers matter
+Allocation = tuple[Choose | None, Mapping[str, int]]
 
 
 def prune(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     batches: Iterable[Any] = (),
     sparsity: float | None = None,
     *,
@@ -49,8 +58,11 @@ def prune(
     batch_size: int | None = None,
     offload: str | torch.device | None = None,
     checkpointing: bool = False,
+    memory: int | None = None,
     state: Folder | None = None,
+    out: Folder | None = None,
     progress: Progress | bool | None = None,
+    group: RankGroup = None,
     **moved: object,
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
@@ -81,16 +93,30 @@ def prune(
     blocks are moved there one at a time, and everything else stays there until the end: the masks are the same. With
     ``checkpointing``, blocks after the probed one run again for the backward pass instead of keeping their
     activations; this also happens if a single sample does not fit. With ``state``, a folder, a repair that was killed
-    continues where it stopped when it is called again with the same dense model, and ends with the same bits.
+    continues where it stopped when it is called again with the same dense model, and ends with the same bits. With
+    ``memory``, activations take at most so many bytes of main memory; others go to a file, in ``state`` if it is given.
 
     ``progress`` is a bar in a terminal or notebook, and elsewhere a line on standard error for every tenth of a call
     that takes more than a few seconds; False shows nothing. A function in its place gets the steps done, the steps in
     all, and what is being done.
 
+    In place of the model, the path of a Hugging Face folder with ``out``, a new folder, prunes a model that does not
+    fit into memory: one block at a time is read, pruned and stored beside ``out``, and killed, the same call goes on.
+    The zeros and values are those of the model in memory, which ``undo_`` cannot bring back here.
+
+    ``group``, a process group of ``torch.distributed`` or True for all ranks, divides the work: every rank of it makes
+    the same call with the same model and batches, runs a share of the samples and solves a share of the rows, and ends
+    with the same weights. By default this process works alone, whatever groups there are. Only the first rank shows
+    progress, warns and uses ``state``. What a score reads of the samples, each rank reads of all of them; a probe and
+    tuning are refused. Sums run in another order, so that the last bits depend on the number of ranks.
+
     The model keeps its mode and its buffers, except for the statistics of batch norms, which a repair renews; after an
     exception it has its old weights too.
     """
+    ranks = joined(group, locals())
     _refuse(moved)
+    if ranks is not None and (probe is not None or (isinstance(repair, Repair) and repair.tune)):
+        raise ValueError("a probe and tuning run in one process: leave out group, or prune without them")
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
     grid = None if bits is None else checked_grid(bits)
@@ -98,23 +124,30 @@ def prune(
         raise ValueError("a probe and bits do not go together in one call: prune, then call quantize(model, batches)")
     more = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}, "grid": grid}
     method = Method.of(batches, score, select, probe, repair, **more)
-    calibration = Calibration(
-        model, batches, include=include, exclude=exclude, only=only, offload=offload, batch_size=batch_size
-    )
-    warn_if_much_stays_dense(calibration.model, calibration.eligible)
-    with calibration.open(), progress_line(progress, "prune") as report:
-        level = prune_to(Scores(calibration, method), sparsity, probe, state=state, progress=report)
+    how: dict[str, Any] = {"include": include, "exclude": exclude, "only": only, "offload": offload, "memory": memory}
+    with silent(ranks) as is_silent, _module(model, state, out, ranks, small=grid is not None) as (module, state):
+        how |= {"batch_size": batch_size, "ranks": ranks, "scratch": state and Path(state)}
+        calibration = Calibration(module, batches, **how)
+        warn_if_much_stays_dense(calibration.model, calibration.eligible)
+        with calibration.open(), progress_line(False if is_silent else progress, "prune") as report:
+            level = prune_to(Scores(calibration, method), sparsity, probe, state=state, progress=report)
     return Result(level, calibration.model)
 
 
-def _refuse(moved: Mapping[str, object]) -> None:
-    if "experts" in moved:
-        raise ValueError(
-            f"prune does not drop experts any more: call shrink(model, batches, experts={moved['experts']!r}), then "
-            "prune for zeros in what stays"
-        )
-    if moved:
-        raise TypeError(f"prune() got an unexpected keyword argument {next(iter(moved))!r}")
+@contextmanager
+def _module(
+    model: nn.Module | Folder, state: Folder | None, out: Folder | None, ranks: Ranks | None, *, small: bool
+) -> Iterator[tuple[nn.Module, Folder | None]]:
+    """The model to prune, and the folder for what is done; that of a folder is written to ``out`` at the end."""
+    if not isinstance(model, str | os.PathLike):
+        if out is not None:
+            raise ValueError("out= is for a folder in place of the model; save a module with save_model")
+        yield model, state
+        return
+    if state is not None:
+        raise ValueError("what is done to a folder is kept beside out: leave off state=")
+    with changed_folder(model, out, ranks, small=small) as (module, unfinished):
+        yield module, unfinished
 
 
 def prune_to(
@@ -137,7 +170,8 @@ def prune_to(
     if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be a number in [0, 1), as 0.5 for a half, got {sparsity!r}")
     calibration, method = scores.calibration, scores.method
-    level = Level(scores.weights, scores.live(within or {}))
+    _check_disk(scores, probe, state)
+    level = level_of(scores.weights, scores.live(within or {}), calibration.disk)
     try:
         with calibration.measured(progress, _num_steps(scores, probe)) as cost, torch.no_grad(), eagerly():
             level.cost = cost
@@ -146,17 +180,21 @@ def prune_to(
             if method.repair or method.grid:
                 level.leave_grids_(calibration.model)
             with calibration.clock.part("scores"):
-                select = selector(scores, sparsity, level.live)
+                select = _selector(scores, sparsity, level.live)
+                if select is not method.select:
+                    select = same(calibration.ranks, select)
             if probe is not None:
                 masks = _probe(scores, level, select, sparsity, probe, done, finished)
             elif masks is None and method.score is not None:
                 with calibration.clock.part("scores"):
-                    masks = scores.keep(select, sparsity, level.live)
+                    masks = same(calibration.ranks, scores.keep(select, sparsity, level.live))
             if probe is None or method.repair is not None:
-                allocation = allocate(scores, select, sparsity, level.live) if masks is None else None
+                allocation = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
                 _change(scores, level, sparsity, masks, allocation, within, state)
                 if probe is not None:
-                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, None, within, None)
+                    level.repair_again = lambda: _change(
+                        scores, level, sparsity, level.packed, (None, {}), within, None
+                    )
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -164,6 +202,28 @@ def prune_to(
         scores.changed()
         raise
     return level
+
+
+def _check_disk(scores: Scores, probe: Probe | None, state: Folder | None) -> None:
+    """Refuse what takes a whole model in memory."""
+    if scores.calibration.disk is None:
+        return
+    method = scores.method
+    tuning = method.repair.tuning if method.repair else None
+    for what, is_asked in {
+        "a probe": probe is not None,
+        "the score fisher": method.score == "fisher",
+        "the score path": method.score == "path",
+        "allocate='fisher'": method.allocate == "fisher",
+        "allocate='moments'": method.allocate == "moments",
+        "the tuning of the whole model": bool(tuning and tuning.whole_epochs),
+    }.items():
+        if is_asked:
+            raise ValueError(f"{what} needs the whole model in memory; load it as a module, and prune that")
+    if scores.calibration.ranks is not None and method.grid and not method.repair:
+        raise ValueError("ranks put a model on disk into few bits with a repair only: repair it, or leave out group")
+    if state is None:
+        raise ValueError("a model on disk is pruned block by block: give state=, a folder for the blocks that are done")
 
 
 def _num_steps(scores: Scores, probe: Probe | None) -> int:
@@ -215,12 +275,60 @@ def _probe(
     return level.packed
 
 
+def _selector(scores: Scores, sparsity: float, live: Packed) -> Selector:
+    """The selector of the method; for allocate="fisher" and "moments" one by layer, with the counts of a global one."""
+    method = scores.method
+    if method.allocate not in ("fisher", "moments"):
+        return method.select
+    masks = Global().packed(scores.allocating(), sparsity, live)
+    sizes = [weight.parameter.numel() for weight in scores.weights.values()]
+    wish, gone = ([scores.num_pruned(name, packed) for name in scores.weights] for packed in (masks, live))
+    return Counted(dict(zip(scores.weights, clipped(wish, sizes, sparsity, gone), strict=True)))
+
+
+def _refuse(moved: Mapping[str, object]) -> None:
+    if "experts" in moved:
+        raise ValueError(
+            f"prune does not drop experts any more: call shrink(model, batches, experts={moved['experts']!r}), then "
+            "prune for zeros in what stays"
+        )
+    if moved:
+        raise TypeError(f"prune() got an unexpected keyword argument {next(iter(moved))!r}")
+
+
+@dataclass(frozen=True)
+class Counted(Selector):
+    """By layer, with numbers that are known."""
+
+    num_drop: Mapping[str, int]
+    group = "layer"
+
+    def quota(
+        self, shapes: Sequence[Shape], sparsity: float, num_pruned: Mapping[str, int] | None = None
+    ) -> list[Quota]:
+        return [Quota((shape.name,), shape.numel, self.num_drop[shape.name]) for shape in shapes]
+
+
+def _allocation(scores: Scores, select: Selector, sparsity: float, live: Packed) -> Allocation:
+    """How many of each layer go, or of each row where rows or neighbours are compared by themselves."""
+    if select.group == "all":
+        masks = scores.keep(select, sparsity, live)
+        num_drop = {name: scores.num_pruned(name, masks) for name in scores.weights}
+    else:
+        gone = {name: scores.num_pruned(name, live) for name in scores.weights}
+        quotas = select.quota(scores.shapes(), sparsity, gone)
+        if select.group != "layer":
+            return lambda scores, live: select(scores, sparsity, live), {}
+        num_drop = {quota.names[0]: quota.num_drop for quota in quotas}
+    return keep_all_but(num_drop), num_drop
+
+
 def _change(
     scores: Scores,
     level: Level,
     sparsity: float,
     masks: Packed | None,
-    allocation: Allocation | None,
+    allocation: Allocation,
     within: Packed | None,
     state: Folder | None,
 ) -> None:
@@ -228,27 +336,29 @@ def _change(
     calibration, repair = scores.calibration, scores.method.repair
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None
-    if repair is not None and state is not None:
-        settings = {"sparsity": sparsity, "samples": calibration.samples.digest()}
+    if (repair is not None or calibration.disk) and state is not None:
+        settings: dict[str, Any] = {"sparsity": sparsity}
+        settings |= {"samples": calibration.samples.digest()} if calibration.has_batches else {}
         settings |= scores.method.settings(scores.weights)
         settings |= {"masks of the probe": digest(dict(masks))} if masks and level.candidates else {}
-        journal = Journal(state, settings, scores.weights)
+        weights = scores.fingerprint or calibration.each_weight()
+        journal = journal_of(calibration.ranks, lambda: Journal(state, settings, weights))
 
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"{'repaired' if repair else 'pruned'} {names[-1]}", len(names))
 
-    choose, num_drop = (allocation.choose, allocation.num_drop) if allocation else (None, {})
-    mask, solve, grid = Mask(choose), None, scores.method.grid
+    mask, solve, grid = Mask(allocation[0]), None, scores.method.grid
     if repair is not None:
-        solve = Solve(repair, choose, num_drop, calibration.clock)
+        solve = Solve(repair, *allocation, calibration.clock, calibration.ranks)
     is_at_once = grid and repair and not repair.tuning  # what is tuned leaves its grid
     if is_at_once:
         skipped = without_grid(scores.weights)
-        mask, solve = Nearest(grid, skipped, mask), Quantize(grid, solve, skipped, calibration.clock)
+        mask = Nearest(grid, skipped, mask)
+        solve = Quantize(grid, solve, skipped, calibration.clock, calibration.ranks)
     loop = Loop(calibration, level, mask, masks=masks, live=within and level.live, journal=journal)
     with nullcontext() if calibration.is_open else calibration.open(), eagerly():
         if grid:
-            check_finite(scores.weights)
+            check_finite(calibration)
         loop.run(solve, finished, None if repair is None else repair.tuning)
         if repair is not None:
             loop.finish(repair.batch_norm, repair.tuning)

@@ -14,11 +14,12 @@ from ..ops.grid import Grid
 from .calibration import Calibration, Patterns
 from .journal import Folder, Journal
 from .layers import matrix_layout
-from .level import Level
+from .level import Level, level_of
 from .loop import Loop
 from .progress import Progress, progress_line
 from .quantize_step import Nearest, Quantize
 from .result import QuantizeResult
+from .shared_work import RankGroup, joined, journal_of, silent
 from .step import LayerRepair
 
 BITS = (8, 4, 3)
@@ -27,7 +28,7 @@ BITS = (8, 4, 3)
 def quantize(
     model: nn.Module,
     batches: Iterable[Any] = (),
-    bits: int = 4,
+    bits: int | Grid = 4,
     *,
     include: Patterns = (),
     exclude: Patterns = (),
@@ -36,13 +37,14 @@ def quantize(
     offload: str | torch.device | None = None,
     state: Folder | None = None,
     progress: Progress | bool | None = None,
+    group: RankGroup = None,
 ) -> QuantizeResult:
     """Put the kept weights of ``model`` onto a grid of ``bits`` bits, 8, 4 or 3, in place, and return what was done.
 
     A kept weight becomes ``scale * (c - (2^bits - 1) / 2)`` with a code c and a scale for every 128 weights of a row;
     no code is zero, so that zeros and their number stay exactly as they are. With batches, weights are rounded one
-    column after another, and the next columns make up for what is lost (GPTQ); then each scale and each code takes the
-    value that is best beside all others (coordinate descent). Without batches each weight is rounded to the nearest.
+    column after another, and the next columns make up for what is lost (GPTQ); then coordinate
+    descent improves each scale and each code in turn. Without batches each weight is rounded to the nearest.
 
     The weights stay ordinary parameters, and each layer holds its scales beside them: ``save_model`` then writes codes,
     ``save_pretrained`` ordinary values, and ``recover`` trains the scales. Training weights takes them off their grid.
@@ -51,78 +53,68 @@ def quantize(
 
     The other arguments are those of ``prune``. After an exception the model is as before.
     """
-    return quantized_(
-        model,
-        batches,
-        checked_grid(bits),
-        state=state,
-        progress=progress,
-        include=include,
-        exclude=exclude,
-        only=only,
-        batch_size=batch_size,
-        offload=offload,
-    )
+    ranks, grid = joined(group, locals()), checked_grid(bits)
+    if getattr(model, "peft_config", None):
+        raise ValueError(
+            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then quantize"
+        )
+    which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
+    how: dict[str, Any] = {"batch_size": batch_size, "offload": offload, "ranks": ranks}
+    with silent(ranks) as is_silent:
+        calibration = Calibration(model, batches, takes_frozen=True, **which, **how)
+        if calibration.disk and state is None:
+            raise ValueError("a model on disk is quantised block by block: give state=, a folder for what is done")
+        live = {weight.name: nonzero(weight.parameter.detach()) for weight in calibration.each_weight()}
+        level = level_of(calibration.weights, live, calibration.disk)
+        try:
+            level.leave_grids_(calibration.model)
+            with (
+                calibration.open(),
+                progress_line(False if is_silent else progress, "quantize") as report,
+                calibration.measured(report, len(level.weights)) as cost,
+            ):
+                level.cost = cost
+                if calibration.has_batches:
+                    calibration.check_model()
+                quantize_level_(calibration, level, grid, state)
+        except BaseException:
+            if calibration.offload is not None:
+                calibration.offload.unload()
+            level.undo_()
+            raise
+        return QuantizeResult(level, calibration.model)
 
 
-def checked_grid(bits: int) -> Grid:
+def checked_grid(bits: int | Grid) -> Grid:
+    """The grid of so many bits; comparisons give one of their own."""
+    if isinstance(bits, Grid):
+        return bits
     if isinstance(bits, bool) or bits not in BITS:
         raise ValueError(f"bits must be {', '.join(map(str, BITS[:-1]))} or {BITS[-1]}, got {bits!r}")
     return Grid(int(bits))
 
 
-def quantized_(
-    model: nn.Module,
-    batches: Iterable[Any],
-    grid: Grid,
-    *,
-    state: Folder | None = None,
-    progress: Progress | bool | None = None,
-    **how: Any,
-) -> QuantizeResult:
-    """``quantize`` with any grid, for comparisons."""
-    if getattr(model, "peft_config", None):
-        raise ValueError(
-            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then quantize"
-        )
-    calibration = Calibration(model, batches, takes_frozen=True, **how)
-    level = Level(calibration.weights, {name: nonzero(w.parameter.detach()) for name, w in calibration.weights.items()})
-    try:
-        level.leave_grids_(calibration.model)
-        with (
-            calibration.open(),
-            progress_line(progress, "quantize") as report,
-            calibration.measured(report, len(level.weights)) as cost,
-        ):
-            level.cost = cost
-            if calibration.has_batches:
-                calibration.check_model()
-            quantize_level_(calibration, level, grid, state)
-    except BaseException:
-        if calibration.offload is not None:
-            calibration.offload.unload()
-        level.undo_()
-        raise
-    return QuantizeResult(level, calibration.model)
-
-
 @torch.no_grad()
 def quantize_level_(calibration: Calibration, level: Level, grid: Grid, state: Folder | None = None) -> None:
     """Put all weights of an open model that are not zero onto a grid, and note it in the level."""
-    check_finite(level.weights)
-    own = Level(level.weights, level.live, grids=level.grids, originals=level.originals)
+    check_finite(calibration)
+    own = Level(level.weights, level.live, grids=level.grids, num_zeros=level.num_zeros, originals=level.originals)
     skipped = without_grid(level.weights)
     journal = None
-    if calibration.has_batches and state is not None:
-        settings = {"grid": grid, "samples": calibration.samples.digest()}
-        journal = Journal(state, settings, level.weights, "quantization")
+    if (calibration.has_batches or calibration.disk) and state is not None:
+        settings: dict[str, Any] = {"grid": grid}
+        settings |= {"samples": calibration.samples.digest()} if calibration.has_batches else {}
+        journal = journal_of(
+            calibration.ranks, lambda: Journal(state, settings, calibration.each_weight(), "quantization")
+        )
 
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"quantised {names[-1]}", len(names))
 
     loop = Loop(calibration, own, Nearest(grid, skipped), journal=journal)
     with eagerly():
-        loop.run(Quantize(grid, None, skipped, calibration.clock) if calibration.has_batches else None, finished)
+        step = Quantize(grid, None, skipped, calibration.clock, calibration.ranks)
+        loop.run(step if calibration.has_batches else None, finished)
     level.packed = level.packed or own.packed
     for name, done in own.repairs.items():
         why = done.not_repaired if name in level.grids else None
@@ -141,7 +133,8 @@ def without_grid(weights: Mapping[str, Weight]) -> list[str]:
     ]
 
 
-def check_finite(weights: Mapping[str, Weight]) -> None:
-    for name, weight in weights.items():
+def check_finite(calibration: Calibration) -> None:
+    for weight in calibration.each_weight():
         if not bool(weight.parameter.float().isfinite().all()):
-            raise ValueError(f"{name} has values that are not finite in float32; replace them before you quantise")
+            said = f"{weight.name} has values that are not finite in float32"
+            raise ValueError(f"{said}; replace them before you quantise")

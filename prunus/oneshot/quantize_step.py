@@ -9,12 +9,15 @@ from torch import Tensor
 
 from ..grids import OnGrid
 from ..ops.grid import Grid
+from ..ranks import Ranks
 from .gram import Moments
 from .problem import Problem
 from .quantizer import DAMPING, damped, descended, factor_of, gptq, nearest
 from .resources import Clock
+from .row_share import RowShare
+from .shared_work import divided
 from .solver import damped_enough
-from .step import Change, LayerRepair, Layers, Step
+from .step import Change, LayerRepair, Layers, Step, mean_error
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Quantize:
     first: Step | None = None
     skipped: Collection[str] = ()
     clock: Clock = field(default_factory=Clock)
+    ranks: Ranks | None = None  # that divide the work, as those of ``Solve``
 
     @property
     def targets(self) -> Literal["dense", "own"]:
@@ -41,7 +45,12 @@ class Quantize:
             changes = self.first(layers)
         own = {name: change for name, change in changes.items() if name not in self.skipped}
         before = {name: _values(layers.weights[name], change) for name, change in own.items()}
-        parts = [self._part(before, layers.weights, i, len(layers.moments), m) for i, m in enumerate(layers.moments)]
+        num_parts, device = len(layers.moments), next(iter(layers.weights.values())).device
+
+        def part(i: int) -> dict[str, Change]:
+            return self._part(before, layers.weights, i, num_parts, layers.moments[i])
+
+        parts = divided(self.ranks if num_parts > 1 else None, num_parts, part, device)
         return changes | {
             name: _quantised(change, [part[name] for part in parts], self.grid) for name, change in own.items()
         }
@@ -55,7 +64,9 @@ class Quantize:
         before, dense = ({name: own[name].chunk(num_parts)[i] for name in before} for own in (before, dense))
         if moments is None:
             return {name: _change(*nearest(rows, rows != 0, self.grid), self.grid) for name, rows in before.items()}
-        gram = moments.gram
+        gram, ranks = moments.gram, self.ranks if num_parts == 1 else None
+        share = RowShare(before, ranks)
+        before, dense = share.own(before), share.own(dense)
 
         def attempt(damping: float) -> dict[str, Change] | None:
             with self.clock.part("bits"):
@@ -64,14 +75,14 @@ class Quantize:
                 return None if factor is None else _solved(before, shifted, factor, self.grid)
 
         changes = damped_enough(attempt, DAMPING, before, moments)
-        problem = Problem.of(dense, moments, self.targets == "dense", DAMPING)
+        problem = Problem.of(dense, moments, self.targets == "dense", DAMPING, ranks=ranks)
         rows = torch.cat([_values(dense[name], change).to(problem.weight.dtype) for name, change in changes.items()])
-        errors, energies = problem.relative_errors(problem.costs(rows, rows != 0)), problem.split(problem.energy)
+        errors = problem.relative_errors(problem.costs(rows, rows != 0))
+        energies = (problem.layer_sums(problem.energy) * problem.unit).tolist()
+        changes = share.whole_changes(changes)
         return {
-            name: replace(
-                change, energy=float(energies[name].sum() * problem.unit), repair=LayerRepair(bits_error=error)
-            )
-            for (name, change), error in zip(changes.items(), errors, strict=True)
+            name: replace(changes[name], energy=energy, repair=LayerRepair(bits_error=error))
+            for name, energy, error in zip(changes, energies, errors, strict=True)
         }
 
 
@@ -115,13 +126,11 @@ def _solved(weights: Mapping[str, Tensor], gram: Tensor, factor: Tensor, grid: G
 
 
 def _quantised(before: Change, parts: Sequence[Change], grid: Grid) -> Change:
-    """The parts of a layer as one; the error is a mean, weighted by what the parts should give."""
-    errors = [(part.repair.bits_error, part.energy) for part in parts if part.repair.bits_error is not None]
-    total = sum(energy for _, energy in errors)
-    error = sum(error * energy for error, energy in errors if energy) / total if total else 0.0
+    """The parts of a layer as one."""
+    error = mean_error([part.repair.bits_error for part in parts], parts)
     return replace(
         before,
         weight=torch.cat([part.weight for part in parts if part.weight is not None]),
         on_grid=OnGrid(grid, torch.cat([part.on_grid.scales for part in parts if part.on_grid is not None])),
-        repair=replace(before.repair, bits_error=error if errors else None),
+        repair=replace(before.repair, bits_error=error),
     )

@@ -1,13 +1,13 @@
 """Time and memory of a run: seconds by part, free and peak memory, and the batch size that fits."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from ..ops.machine import said_by_linux, wait_for
+from ..ops.machine import give_back, said_by_linux, wait_for
 
 # how a model fails that cannot be run as was tried; without memory, torch raises a RuntimeError on a GPU
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
@@ -65,6 +65,16 @@ class Cost:
         said = " and ".join(f"{num:,} {which}" for which, num in passes.items() if num)
         return f"{self.seconds:.1f} s{f': {parts}' if parts else ''}{f'; passes of one sample: {said}' if said else ''}"
 
+    def merge_(self, ranks: Sequence["Cost"]) -> None:
+        """Become what a call has cost all ranks: the passes of all of them, and the seconds of the first."""
+        self.same_as_(ranks)
+        self.passes, self.forwards = sum(one.passes for one in ranks), sum(one.forwards for one in ranks)
+
+    def same_as_(self, ranks: Sequence["Cost"]) -> None:
+        """Take the seconds of the first rank, and the memory of the one that needs most."""
+        self.seconds, self.parts = ranks[0].seconds, ranks[0].parts
+        self.peak_bytes = max(one.peak_bytes for one in ranks)
+
     def add_(self, other: "Cost") -> None:
         """Take in what an earlier call has cost."""
         self.seconds += other.seconds
@@ -111,6 +121,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Return cached memory to the device."""
+    """Return cached memory to the device, or to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    else:
+        give_back()
+
+
+def fits(
+    work: Callable[[], object],
+    device: torch.device,
+    make_room: Callable[[], None] | None = None,
+    *,
+    or_raise: bool = False,
+) -> bool:
+    """Do ``work``. False where memory ran out; what it took is free again, and what ``make_room`` frees."""
+    try:
+        work()
+        return True
+    except Exception as error:
+        if or_raise or not is_out_of_memory(error):
+            raise
+    if make_room is not None:  # outside the handler: the error keeps the tensors of the failed work alive
+        make_room()
+    release(device)
+    return False

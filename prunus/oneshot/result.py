@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from ..masks import Masks
 from ..ops import bits
 from ..plot import Figure, layers_chart, notebook_html, trials_chart
 from .changed import ChangedModel
-from .level import Level
+from .disk_offload import disk_offload_of
+from .level import Level, num_zeros
 from .options import Limit, Trial
 from .probe.decide import Tau
 from .step import LayerRepair
@@ -107,17 +108,17 @@ class Result(ChangedModel):
         level, layers = self.level, []
         for name, parameter in self._parameters().items():
             ratios, repair = level.ratios.get(name), level.repairs.get(name, LayerRepair())
-            counts = parameter.numel(), num_zeros(parameter), int(bits.count(level.proposed(name)))
+            counts = parameter.numel(), self._num_zeros(name, parameter), int(bits.count(level.proposed(name)))
             odd = (ratios.num_zero, ratios.num_not_finite) if ratios else (0, 0)
             errors = repair.mask_error, repair.error, repair.not_repaired
             bits_of = level.grids[name].grid.bits if name in level.grids else None
-            layer = Layer(name, tuple(parameter.shape), *counts, *odd, level.taus.get(name), *errors)
-            layers.append(replace(layer, bits=bits_of, bits_error=repair.bits_error))
+            errors += (bits_of, repair.bits_error)
+            layers.append(Layer(name, tuple(parameter.shape), *counts, *odd, level.taus.get(name), *errors))
         return layers
 
     @property
     def num_pruned(self) -> int:
-        return sum(map(num_zeros, self._parameters().values()))
+        return sum(self._num_zeros(name, parameter) for name, parameter in self._parameters().items())
 
     @property
     def num_weights(self) -> int:
@@ -137,6 +138,10 @@ class Result(ChangedModel):
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
         """While this is open, the model has the dense weights under the masks, without their repair."""
+        if disk := disk_offload_of(self.model):
+            with self.level.masks_alone(), disk.reading(self.level.masked):
+                yield
+            return
         with self._changing("masks_alone"):
             self._undo_()
             with self.level.masks_alone():
@@ -152,6 +157,10 @@ class Result(ChangedModel):
         with self._changing("retake_"):
             self._undo_()
             self.level.retake_(tau, base)
+
+    def _num_zeros(self, name: str, parameter: Tensor) -> int:
+        known = self.level.num_zeros.get(name)
+        return num_zeros(parameter) if known is None else known
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What the modules hold now: loading weights may have replaced parameters."""
@@ -196,10 +205,6 @@ def _listed(names: Sequence[str]) -> str:
     """The first few of the names, and how many others there are."""
     others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + others
-
-
-def num_zeros(tensor: Tensor) -> int:
-    return tensor.numel() - int(tensor.detach().count_nonzero())
 
 
 @dataclass(repr=False)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+from .spill import FileRows, Spill, copy_rows_, empty_rows, memory_order
+
 Tree = Any  # tensors in tuples, lists and dicts
 IGNORED = -100  # the label that Hugging Face's losses leave out
 
@@ -69,9 +71,11 @@ class Pick:
 
 @dataclass(frozen=True)
 class Samples:
-    """All calibration samples, in their order."""
+    """All calibration samples, in their order, or every so many of them."""
 
     stacks: list[Stack]
+    first: int = 0  # number of the first one among all
+    step: int = 1
 
     def __len__(self) -> int:
         return sum(stack.size for stack in self.stacks)
@@ -86,9 +90,9 @@ class Samples:
     def digest(self) -> str:
         return digest([stack.tree for stack in self.stacks])
 
-    def number(self, chunk: Chunk) -> int:
-        """Of the first sample of a chunk among all."""
-        return sum(stack.size for stack in self.stacks[: chunk.stack]) + chunk.start
+    def number(self, chunk: Chunk, row: int = 0) -> int:
+        """Of one sample of a chunk among all."""
+        return self.first + self.step * (sum(stack.size for stack in self.stacks[: chunk.stack]) + chunk.start + row)
 
     def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
         """The samples of a chunk, repeated ``times`` times."""
@@ -157,36 +161,48 @@ def repeated(tree: Tree, times: int, size: int) -> Tree:
     return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if has_rows(leaf, size) else leaf, tree)
 
 
-def joined(trees: list[Tree], sizes: list[int]) -> Tree:
-    """One tree with the rows of all; leaves without rows are taken from the first."""
-    if len(trees) == 1:
-        return trees[0]
-    leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
-    columns = [
-        torch.cat(column) if all(map(has_rows, column, sizes)) else column[0] for column in zip(*leaves, strict=True)
-    ]
-    return pytree.tree_unflatten(columns, pytree.tree_flatten(trees[0])[1])
-
-
-def room_for(tree: Tree, num_rows: int, size: int, old: Tree | None = None) -> Tree:
-    """A tree like one of ``num_rows`` rows with memory for ``size``: that of ``old`` where it has this form."""
+def room_for(tree: Tree, num_rows: int, size: int, old: Tree | None = None, spill: Spill | None = None) -> Tree:
+    """A tree like one of ``num_rows`` rows with room for ``size``: that of ``old`` where it has this form."""
     leaves, spec = pytree.tree_flatten(tree)
     shapes = [(size, *leaf.shape[1:]) if has_rows(leaf, num_rows) else None for leaf in leaves]
     used, same = pytree.tree_flatten(old)
     if spec == same and all(
-        torch.is_tensor(b) and (b.shape, b.dtype, b.device) == (shape, a.dtype, a.device)
+        isinstance(b, Tensor | FileRows)
+        and (b.shape, b.dtype, b.device) == (shape, a.dtype, a.device)
+        and memory_order(a) == memory_order(b)
         for a, b, shape in zip(leaves, used, shapes, strict=True)
     ):
         return old
-    made = [leaf if shape is None else leaf.new_empty(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    made = [leaf if shape is None else _room(leaf, size, spill) for leaf, shape in zip(leaves, shapes, strict=True)]
     return pytree.tree_unflatten(made, spec)
 
 
-def write_rows(into: Tree, tree: Tree, chunk: Chunk) -> None:
-    """Copy the rows of a chunk to their places in the tree of all samples."""
-    for whole, part in zip(pytree.tree_leaves(into), pytree.tree_leaves(tree), strict=True):
-        if has_rows(part, chunk.size):
-            whole[chunk.start : chunk.stop] = part
+def _room(leaf: Tensor, size: int, spill: Spill | None) -> Tensor | FileRows:
+    return empty_rows(leaf, size) if spill is None else spill.room(leaf, size)
+
+
+def write_rows(into: Tree, tree: Tree, chunk: Chunk, size: int, spill: Spill | None = None) -> Tree:
+    """The tree of all ``size`` samples with the rows of a chunk copied to their places.
+
+    A leaf may have one row for all samples of a chunk, as a bias of positions; the tree stores it once until a chunk
+    comes with another.
+    """
+    wholes, spec = pytree.tree_flatten(into)
+    parts = pytree.tree_leaves(tree)
+    return pytree.tree_unflatten([_write(*pair, chunk, size, spill) for pair in zip(wholes, parts, strict=True)], spec)
+
+
+def _write(whole: Any, part: Any, chunk: Chunk, size: int, spill: Spill | None) -> Any:
+    if not (has_rows(part, chunk.size) or has_rows(part, 1)) or not (has_rows(whole, size) or has_rows(whole, 1)):
+        return whole
+    if len(whole) != size:
+        if torch.equal(whole, part):
+            return whole
+        one, whole = whole, _room(whole, size, spill)
+        for row in range(size):
+            whole[row : row + 1] = one
+    whole[chunk.rows] = part
+    return whole
 
 
 def copied(tree: Tree) -> Tree:
@@ -194,10 +210,28 @@ def copied(tree: Tree) -> Tree:
     return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, tree)
 
 
+def copied_rows(tree: Tree, size: int, spill: Spill | None) -> Tree:
+    """The same tree with its rows copied, some or all of them into a file."""
+
+    def copy(leaf: Any) -> Any:
+        if spill is None or not has_rows(leaf, size):
+            return leaf.clone() if torch.is_tensor(leaf) else leaf
+        room = _room(leaf[:1], size, spill)
+        copy_rows_(room, leaf)
+        return room
+
+    return pytree.tree_map(copy, tree)
+
+
 def moved(tree: Tree, device: torch.device) -> Tree:
-    """The same tree on ``device``; the host does not wait for copies to a GPU."""
+    """The same tree on ``device``, out of files; the host does not wait for copies to a GPU."""
     is_async = device.type == "cuda"
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=is_async) if torch.is_tensor(leaf) else leaf, tree)
+
+    def move(leaf: Any) -> Any:
+        leaf = leaf[:] if isinstance(leaf, FileRows) else leaf
+        return leaf.to(device, non_blocking=is_async) if torch.is_tensor(leaf) else leaf
+
+    return pytree.tree_map(move, tree)
 
 
 def in_words(tree: Tree) -> str:
@@ -208,7 +242,7 @@ def in_words(tree: Tree) -> str:
 
 
 def has_rows(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+    return isinstance(leaf, Tensor | FileRows) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
 def mask_of(tree: Tree) -> Tensor | None:
@@ -287,10 +321,12 @@ def _merged(stacks: list[Stack]) -> list[Stack]:
             runs[-1].append(stack)
         else:
             runs.append([stack])
-    return [
-        Stack(joined([stack.tree for stack in run], [stack.size for stack in run]), sum(stack.size for stack in run))
-        for run in runs
-    ]
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
+
+
+def _joined(stacks: Sequence[Stack]) -> Stack:
+    tree = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(stack.tree for stack in stacks))
+    return Stack(tree, sum(stack.size for stack in stacks))
 
 
 def _form(stack: Stack) -> tuple[Any, ...] | None:

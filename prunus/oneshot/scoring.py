@@ -1,7 +1,8 @@
 """Scores of the weights of a trained model: of the weights themselves, their inputs or their gradients."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from ..score import SCORES, Score, fisher, magnitude
 from ..select import Selector, Shape
 from ..statistics import score_of
 from .calibration import Calibration
+from .journal import fingerprint
 from .method import Method, ScoreLike
 from .norms import input_norms
 from .probe.engine import Engine
 from .probe.objective import Objective
+from .resources import release
 
 Packed = Mapping[str, Tensor]
 READABLE = {"weight", "input_norm", "position"}
@@ -51,6 +54,7 @@ class Scores:
         self.row = _row(self.score)
         if self.row and "input_norm" in self.row.reads:
             check_inputs(list(self.weights.values()))
+        self.fingerprint: dict[str, list[int]] = {}  # of weights on disk, as they were when ``live`` read them
         self._norms: dict[str, Tensor] | None = None
         self._squares: dict[str, Tensor] | None = None
         self._engine: Engine | None = None
@@ -87,8 +91,22 @@ class Scores:
 
     def live(self, within: Packed) -> dict[str, Tensor]:
         """Packed bits of what is not zero, within these masks: a weight that is zero counts as pruned."""
-        live = {name: bits.pack(weight.parameter.detach() != 0) for name, weight in self.weights.items()}
+        disk = self.calibration.disk
+        live = self._room() if disk else {}
+        for weight in self.calibration.each_weight():
+            name, packed = weight.name, bits.pack(weight.parameter.detach() != 0)
+            live[name] = live[name].copy_(packed) if name in live else packed
+            if disk:  # which is read for this anyway
+                self.fingerprint |= fingerprint([weight])
+        if disk:
+            disk.clear()
+            release(torch.device("cpu"))
         return {name: here & within[name] if name in within else here for name, here in live.items()}
+
+    def _room(self) -> dict[str, Tensor]:
+        """Room for packed masks, side by side: made one by one, they would pin the heap that read weights leave."""
+        sizes = [bits.num_bytes(weight.parameter.numel()) for weight in self.weights.values()]
+        return dict(zip(self.weights, torch.empty(sum(sizes), dtype=torch.uint8).split(sizes), strict=True))
 
     def num_pruned(self, name: str, packed: Packed) -> int:
         return self.weights[name].parameter.numel() - int(bits.count(packed[name]))
@@ -123,11 +141,24 @@ class Scores:
             return self._fisher()
         if self.score == "path":
             return self._path(select, sparsity, live)
-        row = self.row
+        row, norms, disk, sources = self.row, self._input_norms(), self.calibration.disk, []
         assert row is not None
-        reads = {name: {"input_norm": norm} for name, norm in self._input_norms().items()}
-        constants = {name: {"name": name} if "name" in row.settings else {} for name in self.weights}
-        return [_lazy(w, row.of, reads.get(name, {}), constants[name], row) for name, w in self.weights.items()]
+        last: dict[str, Tensor] = {}
+
+        def read(name: str) -> Tensor:
+            if name not in last:
+                last.clear()  # before the next one takes memory
+                assert disk is not None
+                last[name] = disk.value(name)
+            return last[name]
+
+        for name, weight in self.weights.items():
+            reads = {"input_norm": norms[name]} if name in norms else {}
+            source = _lazy(weight, row.of, reads, {"name": name} if "name" in row.settings else {}, row)
+            if disk and name in disk.names and "weight" in source.reads:
+                source = replace(source, reads=_OnDisk(name, read, reads))
+            sources.append(source)
+        return sources
 
     def _input_norms(self) -> dict[str, Tensor]:
         """Norms by weight; none where the score does not read them."""
@@ -157,6 +188,24 @@ class Scores:
         with reduced, self.calibration.reading("gradients with weights reduced"):
             (after,) = engine.records(names, [{}])
         return [_lazy(w, path, {"before": before[n], "after": after[n]}, {}) for n, w in self.weights.items()]
+
+
+@dataclass(frozen=True)
+class _OnDisk(Mapping[str, Tensor]):
+    """What a score reads of a weight on disk: its values are read when they are needed."""
+
+    name: str
+    read: Callable[[str], Tensor]
+    others: Mapping[str, Tensor]
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.read(self.name) if key == "weight" else self.others[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("weight", *self.others))
+
+    def __len__(self) -> int:
+        return 1 + len(self.others)
 
 
 def _lazy(

@@ -19,7 +19,6 @@ from .journal import Folder, SearchJournal
 from .level import Level
 from .method import Method, ScoreLike
 from .options import Bisection, Levels, Limit, Repair, TauTuning, Trial
-from .originals import Originals
 from .probe.decide import taus
 from .probe.objective import Loss
 from .probe.prober import Probe, Probed
@@ -58,7 +57,7 @@ def search(
 ) -> SearchResult:
     """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a metric on held-out data.
 
-    Masks are cumulative: a level prunes within what the one before it kept. A level that fails is taken back bit for
+    Masks are cumulative: a level prunes within what the one before it kept. A level that fails is undone, bit for
     bit; if the first fails, the model comes back dense. ``steps`` are the sparsities to try. With ``tune_tau`` a level
     that fails is tried again with a smaller tau of its probe. With ``compare`` the result of a probe is compared with
     the same method without the probe, at the sparsity that was reached. ``on_trial`` is called after every trial.
@@ -84,13 +83,11 @@ def search(
 
 @dataclass
 class _Kept:
-    """A level that was kept: what it changed, and the masks after it."""
+    """A level that was kept; where levels are repaired, each begins with the dense weights."""
 
     target: float
-    originals: Originals
-    packed: Packed
+    level: Level
     trial: Trial | None = None
-    repaired: Level | None = None  # where levels are repaired: each begins with the dense weights
 
 
 @dataclass
@@ -130,7 +127,7 @@ class _Search:
 
     @property
     def live(self) -> Packed:
-        return self.kept[-1].packed if self.kept else {}
+        return self.kept[-1].level.packed if self.kept else {}
 
     def _state(self) -> SearchJournal | None:
         """The folder of the search; the model is pruned by the trials in it."""
@@ -154,26 +151,25 @@ class _Search:
         if len(levels) > 1 and any(not torch.equal(mask, self.live[name]) for name, mask in levels[0].items()):
             before = self.kept[-1]
             self._take_back()
-            self._apply(before.target, levels[0], before.trial)
-        self._apply(trial.target, levels[-1], trial)
+            self._prune(before.target, levels[0], before.trial)
+        self._prune(trial.target, levels[-1], trial)
 
-    def _apply(self, target: float, packed: Packed, trial: Trial | None, repaired: Level | None = None) -> None:
-        """Prune to known masks, as one level, whose repaired weights may be known too."""
-        if self.scores.method.repair is not None:
-            self._to_dense()
-            if repaired is None:
-                # masks that the solver found are found again, with the values that belong to them
-                masks = None if self.scores.method.score is None else packed
-                repaired = prune_to(self.scores, target, within=self.live, masks=masks)
-            else:
-                repaired.apply_()
-            self.kept.append(_Kept(target, repaired.originals, packed, trial, repaired))
+    def _prune(self, target: float, packed: Packed, trial: Trial | None) -> None:
+        """Prune to known masks, as one level."""
+        if self.scores.method.repair is None:
+            live = self.scores.live(self.live)
+            self._apply(_Kept(target, Level(self.scores.weights, live, dict(packed)), trial))
             return
-        level, before = _Kept(target, Originals(), packed, trial), self.scores.live(self.live)
-        self.kept.append(level)
-        for name, weight in self.scores.weights.items():
-            gone = before[name] & ~packed[name]
-            level.originals.prune_(weight.parameter, bits.unpack(gone, weight.parameter.shape))
+        self._to_dense()
+        # masks that the solver found are found again, with the values that belong to them
+        masks = None if self.scores.method.score is None else packed
+        self.kept.append(_Kept(target, prune_to(self.scores, target, within=self.live, masks=masks), trial))
+
+    def _apply(self, kept: _Kept) -> None:
+        """Prune as a level that is known did."""
+        self._to_dense()
+        self.kept.append(kept)
+        kept.level.apply_()
         self.scores.changed()
 
     def _try(self, target: float, state: SearchJournal | None) -> None:
@@ -194,8 +190,10 @@ class _Search:
         self.trials.append(trial)
         if accepted:
             self.kept[-1].trial = trial
+        for kept in self.kept:
+            kept.level.ratios.clear()  # tuning alone reads them, which are the largest part of a level
         if state is not None:
-            state.finish(number, trial, [level.packed for level in self.kept])
+            state.finish(number, trial, [kept.level.packed for kept in self.kept])
         if self.on_trial is not None:
             self.on_trial(trial)
 
@@ -219,28 +217,27 @@ class _Search:
             self._from_dense()
             raise
         self.passes += level.cost.passes
-        repaired = level if self.scores.method.repair is not None else None
-        self.kept.append(_Kept(target, level.originals, level.packed, repaired=repaired))
+        self.kept.append(_Kept(target, level))
         return level
 
     def _take_back(self) -> None:
         self._to_dense()  # what was repaired may be wanted again
         if self.scores.calibration.offload is not None:
             self.scores.calibration.offload.unload()
-        self.kept.pop().originals.restore_()
+        self.kept.pop().level.undo_()
         self.scores.changed()
         self._from_dense()
 
     def _to_dense(self) -> None:
         """Take back a repaired level, whose masks stay."""
-        if self.kept and (repaired := self.kept[-1].repaired):
-            repaired.undo_()
+        if self.kept and self.scores.method.repair is not None:
+            self.kept[-1].level.undo_()
             self.scores.changed()
 
     def _from_dense(self) -> None:
         """Bring back the level that ``_to_dense`` took back."""
-        if self.kept and (repaired := self.kept[-1].repaired):
-            repaired.apply_()
+        if self.kept and self.scores.method.repair is not None:
+            self.kept[-1].level.apply_()
             self.scores.changed()
 
     def _tuned(self, level: Level, target: float, metric: float) -> tuple[float, float]:
@@ -274,7 +271,6 @@ class _Search:
         scaled = self._scaled(scale)
         assert not isinstance(scaled.tau, str)
         level.retake_(scaled.tau)
-        self.kept[-1].packed = level.packed
         self.scores.changed()
         return self._metric()
 
@@ -292,8 +288,8 @@ class _Search:
         """Put the level before back as it was, and an empty level in place of the one that failed."""
         self._take_back()
         self._take_back()
-        self._apply(before.target, before.packed, before.trial, before.repaired)
-        self.kept.append(_Kept(target, Originals(), before.packed))
+        self._apply(before)
+        self.kept.append(_Kept(target, Level(self.scores.weights, before.level.packed, before.level.packed)))
 
     def _scaled(self, scale: float) -> Probe:
         assert self.probe is not None
@@ -336,6 +332,6 @@ class _Search:
         self._level(sparsity, None)
         metric, reached = self._metric(), self._sparsity()
         self._take_back()
-        for level in levels:
-            self._apply(level.target, level.packed, level.trial, level.repaired)
+        for kept in levels:
+            self._apply(kept)
         return metric, reached

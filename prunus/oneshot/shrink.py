@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,22 +13,25 @@ from torch import Tensor, nn
 
 from ..grids import on_grids
 from ..input_statistics import eagerly
+from ..ranks import Ranks
 from .calibration import Calibration
 from .config_units import config_plan
-from .cuts import Cuts, Removal
+from .cuts import Cuts
+from .disk_offload import disk_offload_of
 from .drop_experts import ExpertLayer, drop_experts_
-from .drop_layers import DroppedLayers, drop_layers_
+from .drop_layers import drop_layers_
 from .fewer_layers import fewer_layers
 from .forward import frozen
 from .journal import Folder, Journal
 from .layers import matrix_layout
-from .level import Level
+from .level import Level, level_of
 from .loop import Loop
 from .options import BlockTuning
 from .plain_units import plain_plan
 from .progress import Progress, progress_line
 from .resources import Cost, Peak
 from .samples import check_batches
+from .shared_work import RankGroup, agreed, all_of, joined, journal_of, silent
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
 from .shrink_step import Shrink
 from .step import Change, Layers
@@ -60,27 +63,33 @@ def shrink(
     offload: str | torch.device | None = None,
     state: Folder | None = None,
     progress: Progress | bool | None = None,
+    group: RankGroup = None,
 ) -> ShrinkResult:
     """Make ``model`` smaller in place, as an ordinary model of its class, and return what was done.
 
     ``size`` is the share of the weights of the blocks that stays: head groups by this share, and neurons so that the
-    blocks keep the largest number of weights that is not above it. Or say what goes: ``neurons``, ``heads`` (groups: a
-    key and value head with the query heads that read it), ``layers`` and ``experts``, each a fraction or a number a
-    layer. Every layer keeps as many units, since engines read one number for all; ``multiple`` rounds the neurons that
-    stay down to a multiple. In convolutional networks neurons are the inner channels of a block.
+    blocks keep the largest number of weights that is not above it; with ``heads=0`` all heads stay. Or say what goes:
+    ``neurons``, ``heads`` (groups: a key and value head with the query heads that read it), ``layers`` and
+    ``experts``, each a fraction or a number a layer. Every layer keeps as many units, since engines read one number
+    for all; ``multiple`` rounds the neurons that stay down to a multiple. In convolutional networks neurons are the
+    inner channels of a block.
 
     Which units go is chosen on the samples of ``batches`` by structured OBS, block after block; the weights that read
     the others are solved anew, so that the outputs stay: on the inputs that the shrunk model gives them
-    (``targets="own"``), or as in the dense model (``"dense"``). Of layers those go without which the model's outputs
-    change least, of experts those that add least (REAP). With ``tune``, True or ``BlockTuning(...)``, each block and
+    (``targets="own"``), or as in the dense model (``"dense"``). Layers go whose removal changes the model's
+    outputs least, and experts that add least (REAP). With ``tune``, True or ``BlockTuning(...)``, each block and
     then the whole model learns the outputs of the dense one. ``split="measured"`` tries a few mixtures of depth and
     width for a ``size``, tunes each for a short time, and keeps the one that is nearest to the dense model on held-out
     samples.
 
     Zeros of a model that is pruned already stay zeros where their units stay. Frozen weights are shrunk and solved as
-    the others are, and stay frozen. ``batches``, ``batch_size``, ``offload``, ``state`` and ``progress`` are those of
-    ``prune``. After an exception the model is as before.
+    the others are, and stay frozen. ``batches``, ``batch_size``, ``offload``, ``state``, ``progress`` and ``group`` are
+    those of ``prune``; with a group, the first rank solves for the samples of all ranks. After an exception the
+    model is as before.
     """
+    ranks = joined(group, locals())
+    if ranks is not None and (tune or split == "measured"):
+        raise ValueError("tuning runs in one process: leave out group, or tune and split='measured'")
     wanted = Wanted(size, neurons, heads, layers, experts, multiple)
     if split not in ("even", "measured"):
         raise ValueError(f"split is even or measured, got {split!r}")
@@ -100,8 +109,14 @@ def shrink(
         raise ValueError(f"{next(iter(grids))} is in few bits: shrink the model first, then prune and quantize it")
     check_batches(batches)
     tuning = BlockTuning() if tune is True else tune or None
-    work = Shrinking(model, list(batches), tuning, targets, batch_size, offload, state)
-    with progress_line(progress, "shrink") as report:
+    if disk_offload_of(model):
+        if tuning or wanted.layers is not None or wanted.experts is not None or split == "measured":
+            raise ValueError("tune, layers, experts and split='measured' need the whole model in memory: load it")
+        if state is None:
+            raise ValueError("a model on disk is shrunk block by block: give state=, a folder for what is done")
+    read = agreed(ranks, lambda: list(batches))
+    work = Shrinking(model, read, tuning, targets, batch_size, offload, state, ranks=ranks)
+    with silent(ranks) as is_silent, progress_line(False if is_silent else progress, "shrink") as report:
         if split == "measured":
             return _measured(work, wanted, report)
         return work.run(wanted, report)
@@ -120,102 +135,96 @@ class Shrinking:
     state: Folder | None = None
     score: UnitScore | None = None
     refit: bool = True
+    ranks: Ranks | None = None
     _settings: dict[str, Any] = field(default_factory=dict)  # by which a resumed run knows itself
-    _undo: list[Callable[[], None]] = field(default_factory=list)  # the last thing to undo is the last
+    _undo: ExitStack = field(default_factory=ExitStack)  # what puts the model back after an exception
+    _removals: list[Cuts] = field(default_factory=list)  # of layers and experts
+    _progress: Progress | None = None
 
     def run(self, wanted: Wanted, progress: Progress | None = None) -> ShrinkResult:
         began, calibration = time.perf_counter(), self._calibration()
-        before, peak, self._undo = _size(calibration), Peak(calibration.device), []
+        before, peak = _size(calibration), Peak(calibration.device)
         self._settings = {"layers": wanted.layers, "experts": wanted.experts, "targets": self.targets}
         self._settings |= {"tuning": self.tuning, "score": self.score, "refit": self.refit}
-        try:
-            result = self._run(calibration, wanted, before, peak, progress)
-        except BaseException:
-            for undo in reversed(self._undo):
-                undo()
-            raise
+        self._removals, self._progress = [], progress
+        with ExitStack() as self._undo:
+            result = self._run(calibration, wanted, before, peak)
+            self._undo.pop_all()
         result.cost.seconds = time.perf_counter() - began
         result.cost.peak_bytes = max(result.cost.peak_bytes, peak.bytes())
+        if self.ranks is not None:
+            result.cost.same_as_(all_of(self.ranks, result.cost))
         return result
 
-    def _run(
-        self, calibration: Calibration, wanted: Wanted, before: Size, peak: Peak, progress: Progress | None
-    ) -> ShrinkResult:
-        removals: list[Removal] = []
+    def _run(self, calibration: Calibration, wanted: Wanted, before: Size, peak: Peak) -> ShrinkResult:
         dropped, experts, cost = None, list[ExpertLayer](), Cost()
         if wanted.layers is not None:
             with calibration.clock.part("choice of layers"):
-                dropped = drop_layers_(calibration, wanted.layers, progress)
-            removals.append(dropped)
-            self._undo.append(dropped.undo_)
-            cost.add_(replace(calibration.cost, parts=calibration.clock.seconds))
-            calibration = self._calibration()
+                dropped = drop_layers_(calibration, wanted.layers, self._progress)
+            calibration = self._without(dropped.cuts, calibration, cost)
         if wanted.experts is not None:
-            calibration.meter.begin(progress, len(calibration.samples))
+            calibration.meter.begin(self._progress, len(calibration.samples))
             with calibration.clock.part("choice of experts"):
-                fewer = drop_experts_(calibration, wanted.experts)
-            removals.append(fewer.cuts)
-            self._undo.append(fewer.cuts.undo_)
-            experts = fewer.layers
-            cost.add_(replace(calibration.cost, parts=calibration.clock.seconds))
-            calibration = self._calibration()
+                experts, cuts = drop_experts_(calibration, wanted.experts)
+            calibration = self._without(cuts, calibration, cost)
         cost.peak_bytes = peak.bytes()  # the next part measures its own
         level, cuts, layers = Level({}, {}), Cuts(), list[ShrunkLayer]()
         if wanted.has_width:
-            level, cuts, layers = self._narrow(calibration, wanted, before, removals, progress)
+            level, cuts, layers = self._narrow(calibration, wanted, before.weights)
         elif self.tuning is not None:
-            level = self._solved(calibration, [], {}, removals, progress)
+            level = self._solved(calibration, [], {})
+        if self.ranks is not None:
+            cost.merge_(all_of(self.ranks, cost))
         level.cost.add_(cost)
         after = _size(self._calibration())
-        return ShrinkResult(level, calibration.model, layers, dropped, experts, before, after, [], removals, cuts)
+        return ShrinkResult(level, calibration.model, layers, dropped, experts, before, after, [], self._removals, cuts)
+
+    def _without(self, cuts: Cuts, calibration: Calibration, cost: Cost) -> Calibration:
+        """The calibration of what is left, once the cost of the choice was added."""
+        self._removals.append(cuts)
+        self._undo.callback(cuts.undo_)
+        cost.add_(replace(calibration.cost, parts=calibration.clock.seconds))
+        return self._calibration()
 
     def _narrow(
-        self,
-        calibration: Calibration,
-        wanted: Wanted,
-        before: Size,
-        removals: Sequence[Removal],
-        progress: Progress | None,
+        self, calibration: Calibration, wanted: Wanted, num_before: int
     ) -> tuple[Level, Cuts, list[ShrunkLayer]]:
         """Remove neurons and head groups."""
         plan = plan_of(calibration)
         widths = Widths(calibration.model, plan, calibration.weights)
-        left = widths.by_hand(wanted) if wanted.size is None else widths.of_size(wanted.size * before.weights, wanted)
+        left = widths.by_hand(wanted) if wanted.size is None else widths.of_size(wanted.size * num_before, wanted)
         changed = [layer for layer in plan.layers if left.get(layer.field, layer.num) < layer.num]
         numbers = plan.numbers(left)  # refuses numbers that the class does not take
         calibration = self._calibration([layer.consumer for layer in changed])
-        level = self._solved(calibration, changed, left, removals, progress)
+        level = self._solved(calibration, changed, left)
         gone = {layer: (~level.units[layer.consumer]).nonzero().squeeze(1) for layer in changed}
         if fault := UnitCheck.of(calibration).fault(gone, numbers):
             raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk so: {fault}")
         cuts = Cuts.of_units(calibration.model, gone, numbers)
-        self._undo.append(cuts.undo_)
+        self._undo.callback(cuts.undo_)
         cuts.apply_()
         return level, cuts, [_shrunk(layer, level) for layer in changed]
 
     @torch.no_grad()
-    def _solved(
-        self,
-        calibration: Calibration,
-        layers: Sequence[UnitLayer],
-        left: Mapping[str, int],
-        removals: Sequence[Removal],
-        progress: Progress | None,
-    ) -> Level:
+    def _solved(self, calibration: Calibration, layers: Sequence[UnitLayer], left: Mapping[str, int]) -> Level:
         """The level whose consumers read nothing of the units that go: their columns are zero, nothing is cut yet."""
         weights = {layer.consumer: calibration.weights[layer.consumer] for layer in layers}
         places = {layer.consumer: _columns(calibration, layer) for layer in layers}
         nums = {layer.consumer: layer.num - left[layer.field] for layer in layers}
-        step = Shrink(places, nums, self.score, self.refit, self.targets, calibration.clock)
-        level, journal, tuning = Level(weights, {}), None, self.tuning
-        self._undo.append(level.undo_)
+        step = Shrink(places, nums, self.score, self.refit, self.targets, calibration.clock, self.ranks)
+        journal, tuning = None, self.tuning
+        level = level_of(weights, {}, calibration.disk)
+        self._undo.callback(level.undo_)
+        if disk := calibration.disk:
+            self._undo.callback(setattr, disk, "stored", dict(disk.stored))
         if self.state is not None:
             own = {"left": dict(left), "samples": calibration.samples.digest()}
-            journal = Journal(self.state, self._settings | own, calibration.weights, "shrink")
+            settings, folder = self._settings | own, self.state
+            journal = journal_of(self.ranks, lambda: Journal(folder, settings, calibration.each_weight(), "shrink"))
         num_steps = len(weights)
         num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
-        loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, removals))
-        blocks = [block for removal in removals if isinstance(removal, DroppedLayers) for block in removal.blocks]
+        loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, self._removals))
+        blocks = [block for cuts in self._removals for block in cuts.blocks]
         if calibration.offload is not None:
             calibration.offload.units += blocks
 
@@ -225,7 +234,7 @@ class Shrinking:
         with (
             frozen(nn.ModuleList(blocks)),  # the teacher runs them too
             calibration.open(),
-            calibration.measured(progress, num_steps) as cost,
+            calibration.measured(self._progress, num_steps) as cost,
             eagerly(),
         ):
             level.cost = cost
@@ -235,12 +244,12 @@ class Shrinking:
         return level
 
     def _calibration(self, include: Sequence[str] = ()) -> Calibration:
-        how = {"offload": self.offload, "batch_size": self.batch_size}
+        how = {"offload": self.offload, "batch_size": self.batch_size, "ranks": self.ranks}
         return Calibration(self.model, self.batches, include=include, takes_frozen=True, **how)
 
 
 @contextmanager
-def _undone(removals: Sequence[Removal]) -> Iterator[None]:
+def _undone(removals: Sequence[Cuts]) -> Iterator[None]:
     """While this is open, the model has all its layers and experts."""
     for removal in reversed(removals):
         removal.undo_()
@@ -257,13 +266,10 @@ def plan_of(calibration: Calibration) -> Plan:
     return config_plan(calibration) if is_configured else plain_plan(calibration)
 
 
-def _num_layers(calibration: Calibration) -> int:
-    return sum(blocks.num for blocks in fewer_layers(calibration.model, calibration.blocks).lists)
-
-
 def _size(calibration: Calibration) -> Size:
-    weights = calibration.weights.values()
-    return Size.of(calibration.model, sum(weight.parameter.numel() for weight in weights))
+    parameters, weights = list(calibration.model.parameters()), calibration.weights.values()
+    num_weights = sum(weight.parameter.numel() for weight in weights)
+    return Size(num_weights, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
 
 
 def _columns(calibration: Calibration, layer: UnitLayer) -> Tensor:
@@ -287,7 +293,8 @@ def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> Shr
     """Try mixtures of depth and width, each tuned for a short time, and keep the one nearest to the dense model."""
     if wanted.size is None or wanted.layers is not None:
         raise ValueError("split='measured' divides a size into depth and width; give size= and no layers=")
-    num = _num_layers(work._calibration())
+    dense = work._calibration()
+    num = sum(blocks.num for blocks in fewer_layers(dense.model, dense.blocks).lists)
     most = min(num - 1, int((1 - wanted.size) * num))
     cost, depths = Cost(), sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)})
     mixtures = [_tried(work, replace(wanted, layers=depth or None), cost, progress) for depth in depths]

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from torch import nn
-
 from ..plot import Figure, layers_chart, notebook_html
 from .changed import ChangedModel
-from .cuts import Cuts, Removal
+from .cuts import Cuts
 from .drop_experts import ExpertLayer
 from .drop_layers import DroppedLayers
 from .units import Kind
@@ -34,11 +32,6 @@ class Size:
     parameters: int
     num_bytes: int
 
-    @staticmethod
-    def of(model: nn.Module, num_weights: int) -> "Size":
-        parameters = list(model.parameters())
-        return Size(num_weights, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -58,7 +51,7 @@ class ShrinkResult(ChangedModel):
     before: Size = field(default_factory=lambda: Size(0, 0, 0))
     after: Size = field(default_factory=lambda: Size(0, 0, 0))
     mixtures: list[Mixture] = field(default_factory=list)
-    removals: Sequence[Removal] = ()  # before the weights of the level were changed
+    removals: Sequence[Cuts] = ()  # before the weights of the level were changed
     cuts: Cuts = field(default_factory=Cuts)  # after it
 
     done: ClassVar[str] = "shrunk"

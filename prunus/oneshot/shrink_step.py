@@ -14,9 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .gram import Moments
 from .problem import Problem
 from .resources import Clock
+from .shared_work import of_first
 from .solver import changes_of, damped_enough, descended, inverse_of
 from .step import Change, LayerRepair, Layers
 from .structured import UnitScore, cheapest
@@ -39,9 +41,14 @@ class Shrink:
     refit: bool = True
     targets: Literal["own", "dense"] = "own"
     clock: Clock = field(default_factory=Clock)
+    ranks: Ranks | None = None  # of which the first does the work
+
+    def __call__(self, layers: Layers) -> dict[str, Change]:
+        device = next(iter(layers.weights.values())).device
+        return of_first(self.ranks, lambda: self._solved(layers), device)
 
     @torch.no_grad()
-    def __call__(self, layers: Layers) -> dict[str, Change]:
+    def _solved(self, layers: Layers) -> dict[str, Change]:
         weights = {name: weight for name, weight in layers.weights.items() if name in self.places}
         if not weights:
             return {}

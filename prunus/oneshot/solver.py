@@ -14,10 +14,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .gram import Moments, float32_products
 from .options import Repair
 from .problem import Candidate, Problem
 from .resources import Clock
+from .row_share import RowShare
 from .step import Change, Choose, LayerRepair
 
 RHO = 0.1  # penalty of the first iterations
@@ -34,18 +36,22 @@ def solve(
     repair: Repair = Repair(),
     live: Mapping[str, Tensor] = MappingProxyType({}),
     clock: Clock | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Change]:
     """Prune layers (out, in) that share their input: find which weights stay and their values together.
 
-    ``live`` are masks of the weights that may stay, by default those that are not zero.
+    ``live`` are masks of the weights that may stay, by default those that are not zero. Of ``ranks`` each solves some
+    of the rows, which are all that ``choose`` gets there.
     """
     clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments.num_tokens, len(moments.gram))
 
+    rows = RowShare(weights, ranks)
+
     def attempt(damping: float) -> dict[str, Change] | None:
-        problem = Problem.of(weights, moments, repair.targets == "dense", damping, live)
+        problem = Problem.of(rows.own(weights), moments, repair.targets == "dense", damping, rows.own(live), ranks)
         return _attempt(problem, choose, repair, clock)
 
-    return damped_enough(attempt, damping, weights, moments)
+    return rows.whole_changes(damped_enough(attempt, damping, weights, moments))
 
 
 def damped_enough(
@@ -72,23 +78,24 @@ def refine(
     moments: Moments,
     repair: Repair = Repair(),
     clock: Clock | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Change]:
     """Repair layers (out, in) that share their input and whose masks are known."""
-    clock = clock or Clock(moments.gram.device)
+    clock, rows = clock or Clock(moments.gram.device), RowShare(weights, ranks)
     with float32_products(moments.gram.device), clock.part("refine"):
         damping = repair.damping_for(moments.num_tokens, len(moments.gram))
-        problem = Problem.of(weights, moments, repair.targets == "dense", damping)
-        support = torch.cat([masks[name] for name in weights]) & problem.live
-        return changes_of(
-            problem, problem.masked(support), least_squares(problem, support, problem.scaled(), repair.refine)
-        )
+        problem = Problem.of(rows.own(weights), moments, repair.targets == "dense", damping, ranks=ranks)
+        own = rows.own(masks)
+        support = torch.cat([own[name] for name in weights]) & problem.live
+        best = least_squares(problem, support, problem.scaled(), repair.refine)
+        return rows.whole_changes(changes_of(problem, problem.masked(support), best))
 
 
 def _attempt(problem: Problem, choose: Choose, repair: Repair, clock: Clock) -> dict[str, Change] | None:
     """The better one of two supports, refined: the first, which is WANDA's, and ADMM's."""
     first = _support(problem, problem.scaled(), choose)
     mask = problem.masked(first)
-    if torch.equal(first, problem.live):
+    if not bool(problem.total((first ^ problem.live).any().int())):
         return changes_of(problem, mask, mask)
     with clock.part("refine"):
         best, iterations = least_squares(problem, first, problem.scaled(), repair.refine), 0
@@ -132,7 +139,7 @@ def _admm(
             state = torch.addmm(multiplier, rhs, inverse, alpha=rho)
         support = _support(problem, state, choose)
         if iteration % LOOK == 0:
-            num_changed, num_kept = torch.stack([(support ^ seen).sum(), support.sum()]).tolist()
+            num_changed, num_kept = problem.total(torch.stack([(support ^ seen).sum(), support.sum()])).tolist()
             if num_changed == 0:
                 break
             factor = 1.3 if num_changed >= 0.1 * num_kept else 1.2 if num_changed >= 0.005 * num_kept else 1.1
@@ -204,14 +211,15 @@ def descended(gram: Tensor, targets: Tensor, support: Tensor, values: Tensor, nu
 
 def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:
     """The layers of a problem, apart again."""
-    weights, supports, energies = map(problem.split, (best.weight, best.support, problem.energy))
-    errors = zip(problem.weights, problem.relative_errors(mask), problem.relative_errors(best), strict=True)
+    weights, supports = map(problem.split, (best.weight, best.support))
+    energies = (problem.layer_sums(problem.energy) * problem.unit).tolist()
+    errors = zip(problem.weights, energies, problem.relative_errors(mask), problem.relative_errors(best), strict=True)
     return {
         name: Change(
             weight=weights[name].to(problem.weights[name].dtype),
             mask=supports[name],
-            energy=float(energies[name].sum() * problem.unit),
+            energy=energy,
             repair=LayerRepair(mask_error, error, iterations, problem.damping),
         )
-        for name, mask_error, error in errors
+        for name, energy, mask_error, error in errors
     }

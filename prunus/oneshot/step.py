@@ -51,6 +51,13 @@ class LayerRepair:
     only_rounded: str | None = None  # the reason, where no inputs say how to put them there
 
 
+def mean_error(errors: Sequence[float | None], parts: Sequence["Change"]) -> float | None:
+    """Mean over the parts of a layer, weighted by what they should give; None where no error is known."""
+    known = [(error, part.energy) for error, part in zip(errors, parts, strict=True) if error is not None]
+    total = sum(energy for _, energy in known) or 1.0
+    return sum(error * energy for error, energy in known if energy) / total if known else None
+
+
 @dataclass(frozen=True)
 class Change:
     """The new mask and values of one layer (out, in)."""
@@ -81,12 +88,12 @@ def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
             packed = {name: bits.pack(mask) for name, mask in live.items()}
             masks = cut_each(sources, num_drop, packed, num_kept_each(sources, packed))
             return {name: bits.unpack(masks[name], score.shape) for name, score in scores.items()}
-        return {name: _largest(score, score.numel() - num_drop[name], live.get(name)) for name, score in scores.items()}
+        return {name: largest(score, score.numel() - num_drop[name], live.get(name)) for name, score in scores.items()}
 
     return choose
 
 
-def _largest(scores: Tensor, num_keep: int, live: Tensor | None) -> Tensor:
+def largest(scores: Tensor, num_keep: int, live: Tensor | None) -> Tensor:
     """True at the ``num_keep`` largest of the live scores; of equal ones the last in order are kept."""
     flat = scores.reshape(-1) if live is None else scores[live]
     keep = torch.ones_like(flat, dtype=torch.bool)

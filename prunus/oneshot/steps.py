@@ -7,11 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .gram import Moments
 from .options import Repair
 from .resources import Clock
+from .row_share import choose_for
+from .shared_work import divided
 from .solver import refine, solve
-from .step import Change, Choose, LayerRepair, Layers, keep_all_but
+from .step import Change, Choose, LayerRepair, Layers, keep_all_but, mean_error
 
 FEW = 0.25  # tokens an input below which an expert is not repaired
 
@@ -42,6 +45,7 @@ class Solve:
     choose: Choose | None = None  # where masks are not known
     num_drop: Mapping[str, int] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
+    ranks: Ranks | None = None  # that divide the work: rows of a part, or whole parts where there are several
 
     @property
     def targets(self) -> Literal["dense", "own"]:
@@ -57,10 +61,12 @@ class Solve:
         if masks is None and len(tokens) > 1 and not layers.are_experts:
             masks = self._by_wanda(layers)
         by_score = replace(self.repair, iterations=0, refine=0, damping=1.0)
-        parts = [
-            self._part(layers, masks, i, part or _no_moments(some), by_score if few else self.repair)
-            for i, (part, few) in enumerate(zip(layers.moments, is_few, strict=True))
-        ]
+
+        def part(i: int) -> dict[str, Change]:
+            how = by_score if is_few[i] else self.repair
+            return self._part(layers, masks, i, layers.moments[i] or _no_moments(some), how)
+
+        parts = divided(self.ranks if len(tokens) > 1 else None, len(tokens), part, some.device)
         reason = None
         if layers.are_experts and any(is_few):
             reason = f"{sum(is_few)} of {len(is_few)} experts got too few tokens to be repaired"
@@ -84,18 +90,21 @@ class Solve:
     ) -> dict[str, Change]:
         """Solve part ``i`` of the rows of every layer."""
         num_parts = len(layers.moments)
+        ranks = self.ranks if num_parts == 1 else None
 
         def rows(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: matrix.chunk(num_parts)[i] for name, matrix in matrices.items()}
 
         if masks is not None:
-            return refine(rows(layers.weights), rows(masks), moments, repair, self.clock)
+            return refine(rows(layers.weights), rows(masks), moments, repair, self.clock, ranks)
         choose, (name, *_) = self.choose, layers.weights
         if layers.are_experts and name in self.num_drop:
             num_drop = self.num_drop[name] // num_parts + (i < self.num_drop[name] % num_parts)
             choose = keep_all_but({name: num_drop})
         assert choose is not None
-        return solve(rows(layers.weights), moments, choose, repair, rows(layers.live), self.clock)
+        weights = rows(layers.weights)
+        choose = choose_for(choose, self.num_drop, weights, ranks)
+        return solve(weights, moments, choose, repair, rows(layers.live), self.clock, ranks)
 
 
 def _no_moments(weight: Tensor) -> Moments:
@@ -107,15 +116,9 @@ def _no_moments(weight: Tensor) -> Moments:
 def _joined(parts: Sequence[Change], reason: str | None) -> Change:
     """The parts of a layer as one; errors are means, weighted by what the parts should give."""
     energy, repairs = sum(part.energy for part in parts) or 1.0, [part.repair for part in parts]
-
-    def mean(errors: Sequence[float | None]) -> float:
-        return (
-            sum((error or 0.0) * part.energy for error, part in zip(errors, parts, strict=True) if part.energy) / energy
-        )
-
     repair = LayerRepair(
-        mean([one.mask_error for one in repairs]),
-        mean([one.error for one in repairs]),
+        mean_error([one.mask_error for one in repairs], parts),
+        mean_error([one.error for one in repairs], parts),
         repairs[0].iterations,
         max(one.damping or 0.0 for one in repairs),
         reason,

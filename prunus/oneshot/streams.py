@@ -3,7 +3,7 @@
 Both travel from block to block. What a group of layers reads in either of them is summed up in Gram matrices.
 """
 
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..input_statistics import one_by_one
-from .blocks import Reached, Stream
+from .blocks import Reached
 from .calibration import Calibration
 from .experts import ExpertInputs, is_stacked, routed
 from .forward import outputs, replaced, swapped
-from .gram import Gram, Moments, Tokens
+from .gram import Gram, Moments, Tokens, sum_over_ranks_
 from .groups import Group, input_groups
 from .layers import Inputs, Reader, readers
 from .resources import free_bytes
-from .samples import Chunk, mask_of
+from .samples import Chunk, Samples, mask_of
+from .shared_work import agreed
 
 Kind = Literal["dense", "pruned"]
 Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
@@ -38,19 +39,17 @@ class Streams:
     """
 
     def __init__(self, calibration: Calibration, *, has_dense: bool = True, reads_dense: bool = True) -> None:
-        self.calibration, self.clock = calibration, calibration.clock
+        self.calibration, self.clock = calibration.shared(), calibration.clock
         self.has_dense, self.reads_dense = has_dense, has_dense and reads_dense
         weights = calibration.weights
         self.stacked = {name: weight.parameter for name, weight in weights.items() if is_stacked(weight)}
-        known = readers(calibration.model, list(weights.values()))
-        self.readers = {name: reading for name, reading in known.items() if reading}
+        self.readers = readers(calibration.model, list(weights.values()))
         self.readers |= {name: [Reader(weights[name].module, name.rpartition(".")[2])] for name in self.stacked}
         with self.clock.part("forwards"):
             self.groups, self.blocks = input_groups(calibration, self.readers)
             size = calibration.batch_size or _size(calibration)
             self.size = size if calibration.can_batch() else 1  # samples of a pass
-        device = calibration.device if calibration.offload is not None else None
-        self.dense, self.pruned = (Stream(self.blocks, calibration.samples, device) for _ in range(2))
+        self.dense, self.pruned = (self.calibration.stream(self.blocks) for _ in range(2))
         self.position = 0  # blocks that the pruned stream has left behind
         self.is_same = True  # no weight has changed yet, so that the pruned stream is the dense one too
         self._ahead = False  # the dense stream has left one block more behind
@@ -66,12 +65,22 @@ class Streams:
         if self.is_same and not self._ahead:
             self.dense.copy_from(self.pruned, self.position)
         self.is_same = False
-        self._values[name] = parameter, dense if dense.device == parameter.device else parameter.detach().clone()
+        if self.has_dense and not self._is_read(name):
+            own = dense if dense.device == parameter.device else parameter.detach().clone()
+            self._values[name] = parameter, own
         parameter.detach().copy_(value)
         if any(name in group.names and self._is_simple(group) for group in self.groups):
             self._room = self._room if self._solved else self._free_bytes()
             # what an attention returns changes with each of its weights
             self._solved += [reader.module for reader in self.readers[name] if not reader.is_attention]
+
+    def _is_read(self, name: str) -> bool:
+        """Whether the dense stream has passed all layers of a weight: it went ahead, and stored what they read."""
+        if not self._ahead:
+            return False
+        inside, name = set(self.blocks[self.position].modules()), name.removesuffix(BIAS)
+        is_here = all(reader.module in inside for reader in self.readers.get(name, ()))
+        return is_here and any(name in group.names and group.stop == self.position for group in self.groups)
 
     def advance_dense(self) -> None:
         """Take the dense stream one block further, before the pruned one."""
@@ -131,7 +140,7 @@ class Streams:
                     dense = pruned
             with self.clock.part("grams"):
                 for _, x, valid in pruned:
-                    _check_finite(group, x, valid, self.calibration.samples.number(chunk), chunk.size)
+                    _check_finite(group, x, valid, self.calibration.samples, chunk)
                 parts = [
                     (part, Tokens([x, dense[call][1]] if dense else [x], valid))
                     for call, (part, x, valid) in enumerate(pruned)
@@ -145,7 +154,11 @@ class Streams:
             with self.clock.part("grams"):
                 grams[part].take(tokens)
 
-        self.calibration.visit(self.size, collect, add, make_room=self.changed)
+        visit = partial(self.calibration.visit, self.size, collect, add, make_room=self.changed)
+        agreed(self.calibration.ranks, visit)
+        if self.calibration.ranks is not None:
+            with self.clock.part("sums over ranks"):
+                sum_over_ranks_(grams, self.calibration.ranks, self.calibration.device)
         moments: list[Moments | None] = []
 
         def finish(gram: Gram) -> None:
@@ -187,17 +200,20 @@ class Streams:
         return is_once and not group.is_routed and group.names[0] not in self.stacked
 
     def _free_bytes(self) -> float:
-        return min(STORED.get(self.calibration.device.type, 1 << 30), SHARE * free_bytes(self.calibration.device))
+        """For the inputs of a block, and for its outputs: a quarter of the limit each, half is for the streams."""
+        device, memory = self.calibration.device, self.calibration.memory
+        free = min(STORED.get(device.type, 1 << 30), SHARE * free_bytes(device))
+        return free if memory is None or device.type != "cpu" else min(free, memory / 4)
 
     def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None) -> None:
         """A pass from the current position that ends with the module ``last``, if it does not end before."""
-        with ExitStack() as stack:
-            if last is not None:
-                stack.callback(last.register_forward_hook(_stop).remove)
-            stack.enter_context(self._running(kind))
-            stack.enter_context(getattr(self, kind).starting_at(self.position, chunk))
-            with suppress(Reached):
-                self._forward(chunk)
+
+        def stop(*_: object) -> None:
+            raise Reached
+
+        ends = nullcontext() if last is None else last.register_forward_hook(stop)
+        with ends, self._running(kind), getattr(self, kind).starting_at(self.position, chunk), suppress(Reached):
+            self._forward(chunk)
         self.calibration.cost.forwards += chunk.size
 
     def _last_block(self, group: Group) -> nn.Module | None:
@@ -278,10 +294,6 @@ class Streams:
                 self._ahead = True
 
 
-def _stop(*_: object) -> None:
-    raise Reached
-
-
 def _size(calibration: Calibration) -> int:
     stack = max(calibration.samples.stacks, key=lambda stack: stack.size)
     leaf = next(leaf for leaf in pytree.tree_leaves(stack.tree) if isinstance(leaf, Tensor) and leaf.ndim)
@@ -298,15 +310,16 @@ def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return mask.flatten().bool() if x.ndim == 2 and len(x) == mask.numel() else None
 
 
-def _check_finite(group: Group, x: Tensor, valid: Tensor | None, first: int, num: int) -> None:
-    """``x`` are inputs of ``num`` samples, of which the first has the number ``first``."""
+def _check_finite(group: Group, x: Tensor, valid: Tensor | None, samples: Samples, chunk: Chunk) -> None:
+    """``x`` are inputs of the samples of a chunk."""
     if bool(x.isfinite().all()):
         return
     is_bad = ~x.isfinite().all(-1)
     is_bad = is_bad if valid is None else is_bad & valid
     if not bool(is_bad.any()):
         return
-    where = f"samples {first} to {first + num - 1}"
+    num = chunk.size
+    where = f"samples {samples.number(chunk)} to {samples.number(chunk, num - 1)}"
     if len(x) == num or num == 1:
-        where = f"sample {first + int(is_bad.reshape(num, -1).any(1).nonzero()[0])}"
+        where = f"sample {samples.number(chunk, int(is_bad.reshape(num, -1).any(1).nonzero()[0]))}"
     raise ValueError(f"the inputs of {', '.join(group.names)} are not finite: look at {where}")

@@ -22,27 +22,6 @@ BLOCK = 256  # columns that go between two updates of the matrices
 UnitScore = Callable[[Tensor, Moments], Tensor]  # (weight (out, in), moments) -> scores of the columns (in,)
 
 
-def cheapest_by_definition(
-    weight: Tensor, inverse: Tensor, places: Tensor, num: int
-) -> tuple[list[int], list[float], Tensor]:
-    """The ``num`` units that go, in order, what each costs, and the weights at the end."""
-    weight, inverse, gone, costs = weight.clone(), inverse.clone(), [], []
-    for _ in range(num):
-        cost_of = {}
-        for unit in set(range(len(places))) - set(gone):
-            columns = places[unit]
-            solved = torch.linalg.solve(inverse[columns][:, columns], weight[:, columns].T)
-            cost_of[unit] = (weight[:, columns] * solved.T).sum().item()
-        unit = min(sorted(cost_of), key=cost_of.__getitem__)
-        columns = places[unit]
-        rows = torch.linalg.solve(inverse[columns][:, columns], inverse[columns])
-        weight -= weight[:, columns] @ rows
-        inverse -= inverse[:, columns] @ rows
-        gone.append(unit)
-        costs.append(cost_of[unit])
-    return gone, costs, weight
-
-
 def cheapest(weight: Tensor, inverse: Tensor, places: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The ``num`` units that go, in order, and what each costs; a cost is NaN or inf where rounding spoils the rest.
 

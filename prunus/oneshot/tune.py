@@ -5,7 +5,7 @@ dense stream. That of the whole model is the distance of its outputs from the de
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .blocks import Reached, Stream
 from .calibration import Calibration
 from .distance import Distance, distance_of, output_of
-from .forward import first_tensor, outputs, swapped
+from .forward import first_tensor, outputs, requiring_grad, swapped
 from .offload import Offload, gradients, saving
 from .resources import is_out_of_memory, release
 from .samples import Pick, Tree, mask_of
@@ -68,9 +68,7 @@ def tune(
     ``offload`` moves blocks during the passes. After an exception the parameters are as before.
     """
     before = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    try:
+    with requiring_grad(parameters):
         while True:
             try:
                 return _Tuner(calibration, parameters, loss, size, offload).run(epochs, lr, batch)
@@ -80,9 +78,6 @@ def tune(
                     raise
             size = max(1, min(size, batch) // 2)
             release(calibration.device)
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
 
 
 @dataclass
@@ -164,14 +159,9 @@ def block_loss(calibration: Calibration, k: int, pruned: Stream, dense: Stream) 
             seen.append(first_tensor(output))
             raise Reached
 
-        batch, handle = calibration.batch(pick), pruned.blocks[k].register_forward_hook(stop)
-        try:
-            with pruned.starting_at(k, pick):
-                outputs(calibration.model, batch)
-        except Reached:
-            pass
-        finally:
-            handle.remove()
+        batch = calibration.batch(pick)
+        with pruned.blocks[k].register_forward_hook(stop), suppress(Reached), pruned.starting_at(k, pick):
+            outputs(calibration.model, batch)
         return Distance()(seen[0], first_tensor(dense.stored(k + 1, pick)), mask_of(batch))
 
     return loss

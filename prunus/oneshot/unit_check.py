@@ -8,6 +8,7 @@ that layers share and norms over all units give other outputs.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..input_statistics import eagerly
 from .built_twice import unlike
 from .calibration import Calibration
 from .cuts import Cuts, to_the_end
+from .disk_offload import disk_offload_of
 from .forward import outputs
 from .resources import is_out_of_memory
 from .samples import Chunk, Tree, num_tokens, shortened
@@ -149,8 +151,11 @@ def _are_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
     """The model with units that no consumer reads, and that are larger than they were."""
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    disk, viewed = disk_offload_of(model), list[str]()
 
     def restore() -> None:
+        while disk and viewed:
+            disk.drop_view(viewed.pop())
         for tensor, dim, places, values in reversed(saved):
             tensor.index_copy_(dim, places, values.to(tensor.device))
 
@@ -161,9 +166,18 @@ def _unread(model: nn.Module, gone: Gone) -> Iterator[None]:
                 places = slices.places[units].flatten().to(tensor.device)
                 if tensor.ndim < 2:  # a variance that is negative gives NaN
                     continue
+                factor = 0.0 if name == layer.consumer else LARGER
+                if disk and name in disk.names:
+                    disk.put_view(name, partial(_scaled, slices.dim, places, factor))
+                    viewed.append(name)
+                    continue
                 values = tensor.index_select(slices.dim, places)
                 saved.append((tensor, slices.dim, places, values.cpu()))
-                tensor.index_copy_(slices.dim, places, values * (0.0 if name == layer.consumer else LARGER))
+                tensor.index_copy_(slices.dim, places, values * factor)
         yield
     finally:
         to_the_end(restore)
+
+
+def _scaled(dim: int, places: Tensor, factor: float, tensor: Tensor) -> Tensor:
+    return tensor.index_copy(dim, places, tensor.index_select(dim, places) * factor)

@@ -1,9 +1,9 @@
 """Units of a model: neurons and head groups, and which places of which tensors belong to each of them."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -37,21 +37,19 @@ class UnitLayer:
         return len(self.slices[self.consumer].places)
 
 
-class Plan(Protocol):
-    """Which units a model has, and what else says their number."""
+@dataclass(frozen=True)
+class Plan:
+    """Which units a model has, and what else says their number.
 
-    @property
-    def layers(self) -> Sequence[UnitLayer]: ...
+    ``allowed`` is how many units of a field may stay, in order; the last is all of them. ``numbers`` are the attributes
+    of modules and configurations that change where so many units of each field stay.
+    """
 
-    @property
-    def reasons(self) -> Mapping[Kind, str]:
-        """Why units of a kind cannot go, where they cannot: sentences."""
-
-    def allowed(self, field: str) -> Sequence[int]:
-        """How many units of a field may stay, in order; the last is all of them."""
-
-    def numbers(self, left: Mapping[str, int]) -> list[Number]:
-        """Attributes of modules and configurations that change where ``left`` units of each field stay."""
+    layers: Sequence[UnitLayer]
+    reasons: Mapping[Kind, str]  # why units of a kind cannot go, where they cannot: sentences
+    allowed: Callable[[str], Sequence[int]]
+    numbers: Callable[[Mapping[str, int]], list[Number]]
+    left_out: Mapping[Kind, Mapping[str, str]] = field(default_factory=dict)  # fields whose units cannot go, and why
 
 
 def home_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -15,7 +15,10 @@ Removed = int | float | None  # a number of units, or a fraction of them above 0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be removed: ``size`` is the share of the blocks' weights that stays, the others say what goes."""
+    """What is to be removed: ``size`` is the share of the blocks' weights that stays, the others say what goes.
+
+    With a size, ``heads=0`` keeps all heads.
+    """
 
     size: float | None = None
     neurons: Removed = None
@@ -25,17 +28,27 @@ class Wanted:
     multiple: int = 1  # of neurons that stay
 
     def __post_init__(self) -> None:
-        by_hand = [name for name in ("neurons", "heads", "layers", "experts") if getattr(self, name) is not None]
+        given = {name: getattr(self, name) for name in ("neurons", "heads", "layers", "experts")}
+        by_hand = [name for name, value in given.items() if value is not None]
+        if self.keeps_heads:
+            by_hand.remove("heads")
         if self.size is None and not by_hand:
             raise ValueError("say how much stays, size=0.7, or what goes: neurons=, heads=, layers= or experts=")
-        if self.size is not None and (self.neurons is not None or self.heads is not None):
-            raise ValueError("size says how many neurons and heads stay; give either size or neurons and heads")
+        if self.size is not None and not {"neurons", "heads"}.isdisjoint(by_hand):
+            raise ValueError(
+                "size says how many neurons and heads stay; give either size or neurons and heads, or heads=0 with a "
+                "size to keep all heads"
+            )
         if self.size is not None and not (_is_number(self.size) and 0 < self.size < 1):
             raise ValueError(f"size is the share of the weights that stays, above 0 and below 1, got {self.size!r}")
         for name in by_hand:
-            _check_removed(name, getattr(self, name))
+            _check_removed(name, given[name])
         if not isinstance(self.multiple, Integral) or isinstance(self.multiple, bool) or self.multiple < 1:
             raise ValueError(f"multiple is a whole number, at least 1, got {self.multiple!r}")
+
+    @property
+    def keeps_heads(self) -> bool:
+        return self.size is not None and self.heads == 0 and not isinstance(self.heads, bool)
 
     @property
     def has_width(self) -> bool:
@@ -88,7 +101,8 @@ class Widths:
         for kind in ("neurons", "heads"):
             if (removed := getattr(wanted, kind)) is None:
                 continue
-            self._check(kind)
+            if not self.nums[kind]:
+                raise ValueError(self.plan.reasons.get(kind) or f"the model has no {kind} that can be removed")
             for field, num in self.nums[kind].items():
                 left[field] = num - num_removed(kind, removed, num)
                 if kind == "neurons":
@@ -108,8 +122,11 @@ class Widths:
             return {}
         if not any(self.nums.values()):
             raise ValueError(" ".join(self.plan.reasons.values()))
-        heads = {field: self._at_least(field, most / num_now * num) for field, num in self.nums["heads"].items()}
+        found = {} if wanted.keeps_heads else self.nums["heads"]
+        heads = {field: self._at_least(field, most / num_now * num) for field, num in found.items()}
         free, multiple = self.nums["neurons"], wanted.multiple
+        if not free and wanted.keeps_heads:
+            raise ValueError(self.plan.reasons.get("neurons") or "all heads stay, and the model has no other units")
         if not free:
             free, heads, multiple = self.nums["heads"], {}, 1
 
@@ -131,10 +148,6 @@ class Widths:
     def _at_least(self, field: str, wanted: float) -> int:
         """The smallest number of head groups that may stay and is not below ``wanted``: neurons go instead."""
         return next(num for num in self.plan.allowed(field) if num >= wanted - 1e-9)
-
-    def _check(self, kind: Kind) -> None:
-        if not self.nums[kind]:
-            raise ValueError(self.plan.reasons.get(kind) or f"the model has no {kind} that can be removed")
 
 
 def _rounded(left: int, num: int, multiple: int) -> int:

@@ -20,6 +20,12 @@ def words_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
 
 
+def sum_of_bits(tensor: Tensor) -> int:
+    """The exact sum of the elements as integers of their width."""
+    words = words_of(tensor)
+    return int(words.numpy().sum(dtype=np.int64) if words.is_cpu else words.sum(dtype=torch.int64))
+
+
 def num_bytes(numel: int) -> int:
     """Bytes that hold one bit for each of ``numel`` elements."""
     return -(-numel // 8)

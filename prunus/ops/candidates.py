@@ -117,12 +117,13 @@ def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
 
 def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
     """What lies above and in [lo, hi], weight by weight; None once more than ``limit`` lie inside."""
-    # masks side by side, before the pass: allocated in between, they would pin the heap that its temporaries leave
+    # all before the pass: allocated in between, masks and lists would pin the heap that its temporaries leave
     sizes = [bits.num_bytes(source.numel) for source in sources]
     starts = [0, *accumulate(sizes)]
     above = torch.empty(starts[-1], dtype=torch.uint8, device=sources[0].device)
-    listed = [(torch.empty(0, dtype=sources[0].compared, device=above.device), above[:0].long())]
-    num_above = []
+    listed = torch.empty(limit, dtype=sources[0].compared, device=above.device)
+    positions = torch.empty(limit, dtype=torch.int64, device=above.device)
+    num_above, num = [], 0
     for source, mask, first in zip(sources, above.split(sizes), starts, strict=False):
         split = _split_on_cpu() if source.device.type == "cpu" else split_reference
         packed = live.get(source.name)
@@ -131,13 +132,13 @@ def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: i
             alive = None if packed is None else packed[here]
             check_finite(source.name, scores, alive)
             mask[here], places = split(scores, alive, lo, hi)
-            limit -= len(places)
-            if limit < 0:
+            begin, num = num, num + len(places)
+            if num > limit:
                 return None
-            listed.append((scores[places], places + (start + 8 * first)))
+            listed[begin:num] = scores[places]
+            positions[begin:num] = places + (start + 8 * first)
         num_above.append(int(bits.count(mask)))
-    scores, positions = (torch.cat(parts) for parts in zip(*listed, strict=True))
-    return Candidates(above, starts[:-1], num_above, scores, positions)
+    return Candidates(above, starts[:-1], num_above, listed[:num], positions[:num])
 
 
 def split_reference(scores: Tensor, live: Tensor | None, lo: float, hi: float) -> tuple[Tensor, Tensor]:

@@ -20,46 +20,6 @@ from .tokens import TOKEN_TYPES, read_tokens, suffix_of
 Rows = dict[str, Tensor]  # arguments of a model's forward, one row a sample
 TEXT = (".txt", ".md")
 HELD_OUT = 10  # without a file of its own every so many-th part is held out, the last
-STARTS = ("auto", "yes", "no")
-
-
-@dataclass(frozen=True)
-class SampleFiles:
-    """Files of samples: tokens, text or named arrays to calibrate on, and the same to evaluate on.
-
-    Without the second the last tenth of the first is held out. ``start_token`` says whether every window opens with the
-    tokenizer's start token; auto does so for text, where the tokenizer adds one.
-    """
-
-    tokens: Path | None = None
-    eval_tokens: Path | None = None
-    text: Path | None = None
-    eval_text: Path | None = None
-    batches: Path | None = None
-    eval_batches: Path | None = None
-    token_type: str = "auto"  # of raw files: uint16, uint32; auto goes by the file's name
-    start_token: str = "auto"
-    is_written: bool = False  # the model writes the calibration text
-
-    def __post_init__(self) -> None:
-        first, second = (self._given(prefix) for prefix in ("", "eval_"))
-        if self.token_type not in ("auto", *TOKEN_TYPES) or self.start_token not in STARTS:
-            raise ValueError(f"the type of tokens is one of auto, {', '.join(TOKEN_TYPES)}, the start token {STARTS}")
-        if self.is_written and first:
-            raise ValueError(f"--calibrate self writes the calibration text; leave off --{first[0]}")
-        if len(first) > 1 or len(second) > 1:
-            doubled = [f"--{prefix}{name}" for prefix, names in (("", first), ("eval-", second)) for name in names]
-            raise ValueError(f"samples come from one kind of file, got {' and '.join(doubled)}")
-        if not first and (not self.is_written or not second):
-            raise ValueError(
-                "a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on, "
-                "or --text and --eval-text, or --batches and --eval-batches"
-            )
-        if second and not self.is_written and ("batches" in first) != ("batches" in second):
-            raise ValueError(f"--{first[0]} calibrates on other samples than --eval-{second[0]} evaluates on")
-
-    def _given(self, prefix: str) -> list[str]:
-        return [name for name in ("tokens", "text", "batches") if getattr(self, prefix + name) is not None]
 
 
 @dataclass(frozen=True)
@@ -86,36 +46,11 @@ class TokenCache:
 
     def read(self, text: Path, folder: Path, gguf_file: str | None) -> TokenFile:
         """The tokens, which are written unless they are there."""
-        tokenizer, notes = tokenizer_of(folder, gguf_file), list[str]()
-        if tokenizer is None:
-            raise ValueError(f"{folder} has no tokenizer that transformers reads, so {text} must be given as tokens")
+        tokenizer = text_tokenizer(text, folder, gguf_file)
         known = hashlib.sha256(repr((str(text.resolve()), self.most, len(tokenizer))).encode()).hexdigest()
         path = self.folder / f"tokens-{known[:16]}.u32"
-        if not path.is_file():
-            write_tokens(text, tokenizer, path, self.most, note=notes.append)
+        notes = [] if path.is_file() else write_tokens(text, tokenizer, path, self.most)
         return TokenFile(text, read_tokens(path), start_of(tokenizer), notes)
-
-
-def read_token_files(
-    files: SampleFiles, folder: Path, gguf_file: str | None, cache: "TokenCache | None" = None
-) -> tuple[TokenFile | None, TokenFile]:
-    """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
-
-    def read(tokens: Path | None, text: Path | None) -> TokenFile | None:
-        path = tokens or text
-        if path is None:
-            return None
-        return read_token_file(path, folder, files.token_type, gguf_file, is_text=text is not None)
-
-    if files.text is not None and cache is not None:
-        calibration = cache.read(files.text, folder, gguf_file)
-    else:
-        calibration = read(files.tokens, files.text)
-    held_out = read(files.eval_tokens, files.eval_text)
-    if held_out is None:
-        assert calibration is not None
-        return calibration.split()
-    return calibration, held_out
 
 
 def read_token_file(
@@ -124,16 +59,21 @@ def read_token_file(
     """Tokens of a token file, or of a text by the tokenizer in the model's folder."""
     if not is_text and suffix_of(path) in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
         return TokenFile(path, read_tokens(path, token_type))
-    tokenizer = tokenizer_of(folder, gguf_file) if is_text or (path.suffix in TEXT and path.is_file()) else None
-    if tokenizer is None and not is_text:  # its bytes would pass for tokens
-        raise ValueError(
+    if is_text:
+        tokenizer = text_tokenizer(path, folder, gguf_file)
+    elif path.suffix not in TEXT or not path.is_file() or (tokenizer := tokenizer_of(folder, gguf_file)) is None:
+        raise ValueError(  # its bytes would pass for tokens
             f"{path} is no file of uint16 tokens (.u16 or .bin), uint32 tokens (.u32) or .npy; give a text with --text "
             "where the folder has a tokenizer, or make one: numpy.array(tokenizer.encode(text), '<u4').tofile('a.u32')"
         )
-    if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer that transformers reads, so {path} must be given as tokens")
     ids, notes = read_text(path, tokenizer)
     return TokenFile(path, ids, start_of(tokenizer), notes)
+
+
+def text_tokenizer(text: Path, folder: Path, gguf_file: str | None) -> Any:
+    if (tokenizer := tokenizer_of(folder, gguf_file)) is None:
+        raise ValueError(f"{folder} has no tokenizer that transformers reads, so {text} must be given as tokens")
+    return tokenizer
 
 
 def start_of(tokenizer: Any) -> list[int]:
@@ -208,14 +148,16 @@ def rows_of_tokens(model: Any, windows: Tensor) -> Tensor | Rows:
     return {"input_ids": windows[:, :half].contiguous(), "labels": windows[:, half:].contiguous()}
 
 
-def drawn(ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = ()) -> Tensor:
-    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``."""
+def drawn(
+    ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = (), *, at_most: bool = False
+) -> Tensor:
+    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``; fewer with ``at_most``."""
     available = num_windows(ids, length, start)
     if not available:
         raise ValueError(
             f"a window of {length} tokens is more than all {len(ids)}; give more text, or a smaller --length"
         )
-    if available < num:
+    if available < num and not at_most:
         raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
     return windows_at(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
 

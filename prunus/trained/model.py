@@ -4,7 +4,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +18,11 @@ from ..export.convert import copy_beside
 from ..export.huggingface import load_any_model, quiet_transformers, save_model
 from ..files.reader import PLAIN
 from ..files.sparse_file import in_memory
-from ..files.writer import Saved, WritePlan, write
+from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
+from ..oneshot.model_folder import Unfit, model_on_disk, save_from_disk
 from ..ops.wide_products import wide_products
 from .data import (
     Rows,
-    SampleFiles,
     TokenCache,
     TokenFile,
     check_batches,
@@ -31,7 +31,7 @@ from .data import (
     drawn_rows,
     longest_window,
     read_batches,
-    read_token_files,
+    read_token_file,
     rows_of_tokens,
     split_rows,
     start_tokens,
@@ -39,7 +39,10 @@ from .data import (
     tokenizer_of,
 )
 from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
+from .tokens import TOKEN_TYPES
 from .windows import TrainingBatches
+
+STARTS = ("auto", "yes", "no")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,12 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which model and data; ``samples`` windows of ``length`` tokens, drawn by ``seed``, are for calibration."""
+    """Which model and data; ``samples`` windows of ``length`` tokens, drawn by ``seed``, are for calibration.
+
+    They come from tokens, text or named arrays, ``batches``, and those to evaluate on from such files too; without
+    these the last tenth of the first is held out. ``start_token`` says whether every window opens with the tokenizer's
+    start token; auto does so for text, where the tokenizer adds one.
+    """
 
     model: str
     tokens: Path | None = None
@@ -78,15 +86,17 @@ class ModelSource:
     dtype: str = "auto"
     device: str = "cpu"
     offload: bool = False  # weights stay in main memory
+    on_disk: bool = False  # the blocks of a Hugging Face folder are read one at a time, where that can be
     calibrate: str = "tokens"  # or self: on text that the model writes
     at_most: bool = False  # fewer samples will do where the file has no more
-    text: Path | None = None  # what SampleFiles says
+    text: Path | None = None
     eval_text: Path | None = None
     batches: Path | None = None
     eval_batches: Path | None = None
-    token_type: str = "auto"
-    start_token: str = "auto"
+    token_type: str = "auto"  # of raw files: uint16, uint32; auto goes by the file's name
+    start_token: str = "auto"  # or yes, or no
     cache: TokenCache | None = None  # of the tokens of ``text``
+    max_shard_bytes: int = MAX_SHARD_BYTES  # of a file that is written
 
 
 def load_trained(
@@ -109,34 +119,86 @@ def load_trained(
         return _function(source.model)
     raise ValueError(
         f"{source.model} is neither a folder with config.json, nor a .gguf file, nor a checkpoint of prunus, "
-        "nor module:function"
+        "nor module:function; download a model of the Hub first: hf download NAME --local-dir FOLDER"
     )
 
 
 def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
-    names = [field.name for field in fields(SampleFiles) if field.name != "is_written"]
-    is_own = source.calibrate == "self"
-    files = SampleFiles(**{name: getattr(source, name) for name in names}, is_written=is_own)
-    how = (folder, source.gguf_file, source.cache)
-    read = read_batches(files.batches) if files.batches else read_token_files(files, *how)
+    _check_samples(source)
+    read = read_batches(source.batches) if source.batches else _token_files(source, folder)
     alone = load_without_data(source, folder)
     model = alone.model
     chosen = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
     calibration, held_out, training = chosen
     metric, evaluate = metric_of(model, held_out.samples)
-    notes = [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
+    notes = [alone.note] if alone.note else []
+    notes += [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
     note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
     known = {"batches": [calibration], "evaluate": evaluate, "metric": metric, "held_out": str(held_out), "note": note}
     return replace(alone, training=training, evaluated=held_out.samples, **known)
 
 
+def _check_samples(source: ModelSource) -> None:
+    """Refuse files of two kinds, and none where they are needed."""
+    first, second = (
+        [name for name in ("tokens", "text", "batches") if getattr(source, prefix + name) is not None]
+        for prefix in ("", "eval_")
+    )
+    is_written = source.calibrate == "self"
+    if source.token_type not in ("auto", *TOKEN_TYPES) or source.start_token not in STARTS:
+        raise ValueError(f"the type of tokens is one of auto, {', '.join(TOKEN_TYPES)}, the start token {STARTS}")
+    if is_written and first:
+        raise ValueError(f"--calibrate self writes the calibration text; leave off --{first[0]}")
+    if len(first) > 1 or len(second) > 1:
+        doubled = [f"--{prefix}{name}" for prefix, names in (("", first), ("eval-", second)) for name in names]
+        raise ValueError(f"samples come from one kind of file, got {' and '.join(doubled)}")
+    if not first and (not is_written or not second):
+        raise ValueError(
+            "a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on, "
+            "or --text and --eval-text, or --batches and --eval-batches"
+        )
+    if second and not is_written and ("batches" in first) != ("batches" in second):
+        raise ValueError(f"--{first[0]} calibrates on other samples than --eval-{second[0]} evaluates on")
+
+
+def _token_files(source: ModelSource, folder: Path) -> tuple[TokenFile | None, TokenFile]:
+    """Calibration and held-out tokens of a folder's model; the first is None where the model writes them."""
+
+    def read(tokens: Path | None, text: Path | None) -> TokenFile | None:
+        path = tokens or text
+        if path is None:
+            return None
+        return read_token_file(path, folder, source.token_type, source.gguf_file, is_text=text is not None)
+
+    if source.text is not None and source.cache is not None:
+        calibration = source.cache.read(source.text, folder, source.gguf_file)
+    else:
+        calibration = read(source.tokens, source.text)
+    if (held_out := read(source.eval_tokens, source.eval_text)) is not None:
+        return calibration, held_out
+    assert calibration is not None
+    return calibration.split()
+
+
 def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
     """The model of a Hugging Face folder, without samples to calibrate or measure it."""
+    note = None
+    if source.on_disk and not source.gguf_file:
+        try:
+            model = model_on_disk(folder, source.dtype)
+            return TrainedModel(
+                model,
+                [],
+                lambda model: math.nan,
+                partial(save_from_disk, model, folder, max_shard_bytes=source.max_shard_bytes),
+            )
+        except Unfit as reason:
+            note = f"{folder} is held in memory as a whole: {reason}"
     model = load_any_model(folder, source.dtype, source.gguf_file)
     _forget_quantization(model)
     model.to("cpu" if source.offload else source.device)
-    save = partial(_save, model, folder, gguf_file=source.gguf_file)
-    return TrainedModel(model, [], lambda model: math.nan, save)
+    save = partial(_save, model, folder, gguf_file=source.gguf_file, max_shard_bytes=source.max_shard_bytes)
+    return TrainedModel(model, [], lambda model: math.nan, save, note=note)
 
 
 def _windows(
@@ -155,10 +217,7 @@ def _windows(
         windows = written_by(model, source.samples, length, source.seed)
     else:
         training = partial(TrainingBatches, calibration, model, start=start, seed=source.seed)
-        num = source.samples
-        if source.at_most:
-            num = min(num, max(1, len(calibration.ids) // max(1, length - len(start))))
-        windows = drawn(calibration.ids, num, length, source.seed, start)
+        windows = drawn(calibration.ids, source.samples, length, source.seed, start, at_most=source.at_most)
     evaluated = held_out_windows(held_out, model, length, source.eval_windows, start)
     return rows_of_tokens(model, windows), evaluated, training
 
@@ -204,13 +263,21 @@ def _forget_quantization(model: Any) -> None:
     vars(model.config).pop("quantization_config", None)
 
 
-def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None, *, small: bool = False) -> Saved | None:
+def _save(
+    model: Any,
+    folder: Path,
+    out: Path,
+    gguf_file: str | None = None,
+    *,
+    small: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Saved | None:
     """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were.
 
     A GGUF file holds its tokenizer, and what lies beside it may be of anything.
     """
     beside = folder if not gguf_file or (folder / "config.json").is_file() else None
-    saved = save_small(model, out, beside) if small else _save_pretrained(model, out)
+    saved = save_small(model, out, beside, max_shard_bytes) if small else _save_pretrained(model, out, max_shard_bytes)
     if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):
         tokenizer.save_pretrained(out)
     if beside is not None:
@@ -218,17 +285,19 @@ def _save(model: Any, folder: Path, out: Path, gguf_file: str | None = None, *, 
     return saved
 
 
-def save_small(model: nn.Module, out: Path, source: Path | None = None) -> Saved:
+def save_small(
+    model: nn.Module, out: Path, source: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Saved:
     """``save_model`` that leaves it to its caller to say what loads a model of another library."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="load_model only loads transformers models")
-        return save_model(model, out, source=source)
+        return save_model(model, out, source=source, max_shard_bytes=max_shard_bytes)
 
 
-def _save_pretrained(model: Any, out: Path) -> None:
+def _save_pretrained(model: Any, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     try:
         with quiet_transformers():
-            model.save_pretrained(out)
+            model.save_pretrained(out, max_shard_size=max_shard_bytes)
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(f"the model cannot be written: {error}") from error
 

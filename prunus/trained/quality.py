@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..oneshot.by_block import BY_BLOCK, by_block, model_blocks
+from ..oneshot.disk_offload import opened
+from ..oneshot.distance import output_of
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
+from ..oneshot.samples import Chunk
 from ..ops.wide_products import wide_products
 from .data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
 
@@ -93,16 +97,20 @@ def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Mo
 @torch.no_grad()
 def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     """Quality at every token but the first of each window."""
-    device, loss, right, mode = next(model.parameters()).device, 0.0, 0, model.training
-    model.eval()
-    for batch in _watched(windows.split(_size(model, windows.shape[1]))):
-        batch = batch.to(device)
+    device, mode = next(model.parameters()).device, model.training
+
+    def sums_of(chunk: Chunk) -> tuple[list[float], int]:  # without the logits, which would be there in the next pass
+        tokens = windows[chunk.rows].to(device)
         with wide_products(device, model):
-            outputs = model(input_ids=batch, use_cache=False).logits
-        for logits, tokens in zip(outputs, batch, strict=True):
-            loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").double().item()
-            right += int((logits[:-1].argmax(-1) == tokens[1:]).sum())
+            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        both = list(zip(logits, tokens[:, 1:], strict=True))
+        losses = [F.cross_entropy(each.float(), target, reduction="sum").double().item() for each, target in both]
+        return losses, sum(int((each.argmax(-1) == target).sum()) for each, target in both)
+
+    model.eval()
+    sums = [each for _, each in _values(model, len(windows), _size(model, windows.shape[1]), sums_of)]
     model.train(mode)
+    loss, right = sum(loss for losses, _ in sums for loss in losses), sum(num for _, num in sums)
     num = windows.shape[0] * (windows.shape[1] - 1)
     return Quality(loss / num, right / num)
 
@@ -127,7 +135,7 @@ def dense_outputs(model: nn.Module, rows: Rows) -> list[Tensor]:
     """What the model returns for held-out samples, in main memory."""
     outputs: list[Tensor] = []
     for part, output in _passes(model, rows):
-        outputs.append(_first(output).cpu())
+        outputs.append(output_of(output).float().cpu())
         if (needed := outputs[0].nbytes // num_rows(part) * num_rows(rows)) > MOST_OUTPUTS:
             fewer = num_rows(rows) * MOST_OUTPUTS // needed
             raise ValueError(f"the dense outputs take {needed / 2**30:.1f} GiB; take --eval-windows {max(1, fewer)}")
@@ -138,18 +146,22 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
     """``|y - dense|^2 / |dense|^2`` over all outputs."""
     off, norm = 0.0, 0.0
     for (_, output), expected in zip(_passes(model, rows), dense, strict=True):
-        off += float((_first(output).cpu().double() - expected.double()).square().sum())
+        off += float((output_of(output).float().cpu().double() - expected.double()).square().sum())
         norm += float(expected.double().square().sum())
     return off / norm if norm else math.nan
 
 
-def _watched(items: Sequence[T]) -> Iterator[T]:
-    """The items, with a bar or lines that say how many of them are done."""
-    with progress_line(None, "evaluate") as report:
-        for number, item in enumerate(items):
+def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) -> Iterator[tuple[Chunk, T]]:
+    """What a pass over some of ``num`` samples gives, for all; a bar or lines say how much of it is done."""
+    chunks = [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
+    blocks = model_blocks(model) if model in BY_BLOCK else []
+    with opened(model), progress_line(None, "evaluate") as report:
+
+        def show(num_done: int, total: int) -> None:
             if report is not None:
-                report(number, len(items), "held-out samples")
-            yield item
+                report(num_done, total, "held-out samples")
+
+        yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
 
 
 def _size(model: Any, length: int) -> int:
@@ -166,24 +178,21 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
     size = SIZE if getattr(model.config, "pad_token_id", 0) is not None or "input_ids" not in rows else 1
     if is_causal(model) and "input_ids" in rows:
         size = min(size, _size(model, rows["input_ids"].shape[1]))
+
+    def part(chunk: Chunk) -> Rows:
+        return {name: array[chunk.rows] for name, array in rows.items()}
+
+    def returned(chunk: Chunk) -> Any:
+        try:
+            with wide_products(device, model):
+                return model(**{name: array.to(device) for name, array in part(chunk).items()})
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{type(model).__name__} cannot read samples of {', '.join(rows)}: {reason}") from error
+
     model.eval()
     try:
-        for first in _watched(range(0, num_rows(rows), size)):
-            part = {name: array[first : first + size] for name, array in rows.items()}
-            try:
-                with wide_products(device, model):
-                    output = model(**{name: array.to(device) for name, array in part.items()})
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-                reason = " ".join(str(error).split())[:200]
-                raise ValueError(
-                    f"{type(model).__name__} cannot read samples of {', '.join(rows)}: {reason}"
-                ) from error
-            yield part, output
+        for chunk, output in _values(model, num_rows(rows), size, returned):
+            yield part(chunk), output
     finally:
         model.train(mode)
-
-
-def _first(output: Any) -> Tensor:
-    """The logits, or what stands first in the output."""
-    logits = getattr(output, "logits", None)
-    return (output[0] if logits is None else logits).float()

@@ -5,7 +5,7 @@ documents. A file of at most WHOLE bytes gives the tokens of ``tokenizer.encode`
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,38 +19,22 @@ MOST_READ = 2**26  # bytes of text whose tokens are held in memory
 PROBE = 2**20  # bytes of text that tell how many tokens a byte makes
 
 
-def write_tokens(
-    text: Path,
-    tokenizer: Any,
-    to: Path,
-    most: int | None = None,
-    progress: Progress | bool | None = None,
-    note: Callable[[str], object] | None = None,
-) -> int:
-    """Write the tokens of a text as little-endian uint32, which ``read_tokens`` maps to memory; returns their number.
+def write_tokens(text: Path, tokenizer: Any, to: Path, most: int) -> list[str]:
+    """Write the tokens of a text as little-endian uint32, which ``read_tokens`` maps to memory; says what was not read.
 
     Where there are more than ``most``, as far as a sample tells, they are those of pieces spread evenly over the text,
-    about ``most`` in all. The same text, tokenizer and ``most`` give the same file. ``note`` is called with a line for
-    what was not read.
+    about ``most`` in all. The same text, tokenizer and ``most`` give the same file.
     """
-    if most is not None and most < 1:
-        raise ValueError(f"at least 1 token must be asked for, got {most}")
-    with progress_line(progress, "tokenise") as report:
+    with progress_line(None, "tokenise") as report:
         corpus = find_corpus(text, report)
-        wanted = corpus.size if most is None else math.ceil(most / tokens_per_byte(corpus, tokenizer))
-        num = 0
+        wanted = math.ceil(most / tokens_per_byte(corpus, tokenizer))
 
         def write(file: BinaryIO) -> None:
-            nonlocal num
             for ids in token_arrays(corpus, tokenizer, wanted, report):
                 file.write(ids.tobytes())
-                num += len(ids)
 
         write_atomically(to, write)
-    if note is not None:
-        for line in corpus.notes(wanted):
-            note(line)
-    return num
+    return corpus.notes(wanted)
 
 
 def read_text(path: Path, tokenizer: Any) -> tuple[np.ndarray, list[str]]:
@@ -61,7 +45,7 @@ def read_text(path: Path, tokenizer: Any) -> tuple[np.ndarray, list[str]]:
     return ids, corpus.notes(MOST_READ)
 
 
-def token_arrays(corpus: Corpus, tokenizer: Any, wanted: int, report: Progress | None = None) -> Iterator[np.ndarray]:
+def token_arrays(corpus: Corpus, tokenizer: Any, wanted: int, report: Progress | None) -> Iterator[np.ndarray]:
     """Tokens (uint32) of about ``wanted`` bytes of a corpus, piece after piece."""
     end, num_bytes, num_tokens, is_new = getattr(tokenizer, "eos_token_id", None), 0, 0, False
     wanted = min(wanted, corpus.size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,9 @@ class TrainingBatches(Sequence[Any]):
             return rows_of_tokens(self.model, windows_at(self.samples.ids, chosen, self.length, self.start))
         return {name: array[torch.from_numpy(chosen)] for name, array in self.samples.items()}
 
-    @property
+    @cached_property
     def order(self) -> np.ndarray:
-        if "_order" not in vars(self):
-            vars(self)["_order"] = np.random.default_rng(self.seed).permutation(self.num_samples)
-        return vars(self)["_order"]
+        return np.random.default_rng(self.seed).permutation(self.num_samples)
 
 
 def in_batches(samples: Tensor | Rows, size: int) -> list[Any]:

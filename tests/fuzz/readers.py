@@ -180,7 +180,7 @@ def repair_state(folder: Path) -> None:
     from prunus.oneshot.journal import Journal
 
     content = {"weight": tensors()["a"], "mask": torch.arange(12), "repair": {"error": 0.5, "note": "a"}}
-    Journal(folder, {"sparsity": "0.5", "score": "None"}, weights()).save(
+    Journal(folder, {"sparsity": "0.5", "score": "None"}, weights().values()).save(
         "group_00000", ["weight"], {"weight": content}
     )
 
@@ -202,7 +202,9 @@ def read_repair_state(folder: Path) -> dict[str, Tensor]:
     from prunus.oneshot.journal import Journal
 
     with _refused_by_warning():
-        found = Journal(folder, {"sparsity": "0.5", "score": "None"}, weights()).load("group_00000", ["weight"])
+        found = Journal(folder, {"sparsity": "0.5", "score": "None"}, weights().values()).load(
+            "group_00000", ["weight"]
+        )
     return flat(found)
 
 

@@ -37,6 +37,10 @@ def zeros(model, names):
     return {name: int((model.get_parameter(name) == 0).sum()) for name in names}
 
 
+def num_zeros(result):
+    return sum(int((weight.parameter == 0).sum()) for weight in result.level.weights.values())
+
+
 def findings(model, batches, loss=None):
     """What the inspection of a model finds, and the names of its weights."""
     calibration = Calibration(model, batches)

@@ -9,7 +9,7 @@ from probe_models import entropy, llama, mlp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from prunus import NofM, PerLayer, PerRow, prune, search
+from prunus import NofM, PerLayer, PerRow, Repair, prune, search
 from prunus.oneshot import Limit, Probe
 from prunus.oneshot.samples import samples_of
 
@@ -99,6 +99,7 @@ CASES = {
     "a number for the batches": ("mlp", 0.8, {}, "iterable of batches, got 0.8; .*sparsity=0.5"),
     "a path for the batches": ("mlp", "calib.u16", {}, "iterable of batches, got 'calib.u16'"),
     "one batch": ("mlp", X, {}, "put it into a list"),
+    "a repair without batches": ("mlp", (), {"repair": Repair()}, "a repair needs calibration samples"),
     "no batches": ("mlp", [], {}, "batches is empty; leave it out to prune by magnitude"),
     "a view without batches": ("mlp", {}.values(), {}, "batches is empty; leave it out to prune by magnitude"),
     "an empty iterator": ("mlp", iter([]), {}, "no calibration samples"),

@@ -18,6 +18,7 @@ from prunus.oneshot.blocks import Stream, block_of
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.forward import outputs
 from prunus.oneshot.samples import Chunk, samples_of
+from prunus.oneshot.streams import Streams
 
 
 def logits(calibration, chunk):
@@ -165,3 +166,12 @@ def test_a_gram_matrix_on_cuda_goes_on_where_memory_ran_out(dtype, monkeypatch):
         assert here.num_tokens == there.num_tokens
         for name in ("gram", "cross", "dense"):
             torch.testing.assert_close(getattr(here, name), getattr(there, name))
+
+
+def test_the_streams_of_a_rank_hold_its_share_of_the_samples(monkeypatch):
+    case = mlp()
+    calibration, own = (Calibration(case.model, batches) for batches in (case.batches, case.batches[1:]))
+    monkeypatch.setattr(Calibration, "shared", lambda self: own)
+    with torch.no_grad(), calibration.open():
+        streams = Streams(calibration)
+    assert streams.dense.samples is streams.pruned.samples is own.samples

@@ -16,7 +16,6 @@ from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.config_units import config_plan
 from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.unit_check import UnitCheck
-from prunus.oneshot.unit_layouts import layouts, places_of
 from prunus.oneshot.units import tensor_of
 
 GROUPS = SIZES | {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4}
@@ -277,14 +276,6 @@ def test_the_layout_of_fused_weights_is_found_and_every_other_one_is_refused(lay
     assert sum(not said for said in faults) == 2, "one for neurons, one for heads"
 
 
-def test_places_of_a_unit_are_all_different_and_cover_the_dimension():
-    for size, head_size, group_size in [(1, 1, 1), (2, 1, 1), (3, 1, 1), (8, 2, 2), (12, 2, 4), (20, 4, 3), (9, 3, 1)]:
-        for parts in layouts(size, head_size, group_size):
-            places = places_of(5, parts)
-            assert sum(parts) == size and places.shape == (5, size)
-            assert sorted(places.flatten().tolist()) == list(range(5 * size))
-
-
 @pytest.mark.parametrize("where", ["forward", "cut", "interrupt"])
 def test_an_exception_leaves_the_model_as_it_was(where, monkeypatch):
     model, batch = model_of("llama, groups"), inputs_of("llama, groups")
@@ -346,11 +337,6 @@ def test_what_cannot_be_planned_is_refused_in_one_line(change, words):
     with pytest.raises(ValueError, match=words) as refused:
         plan_of(model, text())
     assert "\n" not in str(refused.value)
-
-
-def test_a_model_without_a_configuration_is_refused():
-    with pytest.raises(ValueError, match="Sequential has no configuration"):
-        config_plan(Calibration(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.randn(2, 4)]))
 
 
 def test_neurons_of_a_weight_that_two_layers_share_stay_and_heads_go():

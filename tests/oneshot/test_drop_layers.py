@@ -89,7 +89,7 @@ def identity(x, *args, **kwargs):
 def test_the_smaller_model_is_the_one_that_its_folder_loads(name, tmp_path):
     model, batch = build(name), inputs(name)
     dropped = drop_layers_(Calibration(model, [batch]), 2)
-    assert dropped.is_applied and dropped.num_dropped == len(dropped.distances) == 2 < dropped.num_layers
+    assert dropped.cuts.is_applied and dropped.num_dropped == len(dropped.distances) == 2 < dropped.num_layers
     model.save_pretrained(tmp_path)
     assert_equal_models(type(model).from_pretrained(tmp_path), model, batch)
 
@@ -226,14 +226,14 @@ def test_undo_brings_the_same_modules_back_and_apply_removes_them_again(name):
     before, values = state_of(model), copy.deepcopy(model.state_dict())
     dropped = drop_layers_(Calibration(model, [batch]), 2)
     smaller = state_of(model)
-    dropped.undo_()
-    assert state_of(model) == before and not dropped.is_applied
+    dropped.cuts.undo_()
+    assert state_of(model) == before and not dropped.cuts.is_applied
     assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
-    dropped.undo_()
-    dropped.apply_()
+    dropped.cuts.undo_()
+    dropped.cuts.apply_()
     assert state_of(model) == smaller != before
-    dropped.apply_()
-    dropped.undo_()
+    dropped.cuts.apply_()
+    dropped.cuts.undo_()
     assert state_of(model) == before
 
 
@@ -266,7 +266,7 @@ def test_modes_buffers_and_random_numbers_are_as_before():
     torch.manual_seed(3)
     dropped = drop_layers_(Calibration(model, [inputs("llama")]), 1)
     assert torch.equal(torch.rand(2), expected)
-    dropped.undo_()
+    dropped.cuts.undo_()
     assert {module: module.training for module in model.modules()} == modes
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert not model.model.norm.weight.requires_grad

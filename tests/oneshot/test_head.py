@@ -138,16 +138,6 @@ def test_parts_of_any_size_give_the_same_loss(rows, monkeypatch):
     assert_same(case(), 1e-12, OPTIONS["labels, mask"]((3, 7)))
 
 
-def test_gradients_are_right_to_first_order():
-    parts, options = case(tokens=(2, 4), classes=5), {"hard": 0.5, "labels": labels_for((2, 4), 5)}
-    learns = trained(parts)
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return loss_of(parts | {"hidden": hidden, "weight": weight, "bias": bias}, **options)
-
-    assert torch.autograd.gradcheck(loss, learns)
-
-
 def test_inputs_that_are_not_contiguous_are_read_and_get_their_gradients():
     parts = case()
     wide = normal(7, 3, 10).to(DEVICE).requires_grad_()

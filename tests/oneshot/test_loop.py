@@ -49,7 +49,7 @@ def run(model, batches, step, *, finished=lambda names: None, state=None, **opti
     """The level that a step leads to; on an exception the model is dense again."""
     calibration = Calibration(model, batches, **options)
     level = Level(calibration.weights, Scores(calibration, Method()).live({}))
-    journal = Journal(state, {"step": type(step)}, calibration.weights) if state else None
+    journal = Journal(state, {"step": type(step)}, calibration.each_weight()) if state else None
     with calibration.open():
         try:
             Loop(calibration, level, Mask(), journal=journal).run(step, finished)

@@ -15,8 +15,6 @@ from torch import nn
 from prunus import Global, prune
 from prunus.eligible import eligible
 from prunus.oneshot import Probe
-from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.norms import input_norms
 
 
 def case_of(kind):
@@ -115,31 +113,12 @@ def test_a_classifier_of_hugging_face_is_probed_by_its_own_loss(num_labels):
     assert_as_reference(case, "sequential", tau=0.0005)
 
 
-class Two(nn.Module):
+class Overwritten(nn.Module):
+    """A layer's input is changed after the layer has read it: the gradient of its weight can no longer be had."""
+
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-
-
-class Centred(Two):
-    """What its second layer reads depends on the company of a sample: alone there is nothing left to read."""
-
-    def forward(self, x):
-        hidden = self.a(x)
-        return self.b(hidden - hidden.mean(0))
-
-
-def test_norms_are_read_one_by_one_where_samples_change_each_other():
-    model, batch = Centred(), (torch.randn(6, 4), torch.randint(0, 3, (6,)))
-    calibration = Calibration(model, [batch])
-    with calibration.open():
-        norms = input_norms(calibration)
-    assert not norms["b.weight"].any()
-    torch.testing.assert_close(norms["a.weight"], batch[0].norm(dim=0))
-
-
-class Overwritten(Two):
-    """A layer's input is changed after the layer has read it: the gradient of its weight can no longer be had."""
 
     def forward(self, x):
         hidden = self.a(x)

@@ -14,7 +14,6 @@ from prunus import PerRow, prune
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
-from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores
@@ -40,16 +39,6 @@ def test_the_model_keeps_mode_statistics_flags_and_every_weight_that_is_not_prun
         assert not parameter[~keep].any() and not parameter[~keep].signbit().any()
     result.undo_()
     assert_same(before, snapshot(case.model))
-
-
-def test_changes_are_taken_back_the_last_one_first():
-    weight, originals = nn.Parameter(torch.tensor([1.0, -0.0, float("nan")])), Originals()
-    before, where = bits_of(weight).clone(), torch.ones(3, dtype=torch.bool)
-    for value in (2.0, 3.0):
-        originals.save(weight, where)
-        weight.detach().fill_(value)
-    originals.restore_()
-    assert torch.equal(bits_of(weight), before)
 
 
 @pytest.mark.parametrize(("schedule", "at"), each_once(SCHEDULES, [0.02, 0.3, 0.6, 0.95]))

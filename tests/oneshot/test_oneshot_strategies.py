@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import each_once
-from probe_checks import assert_same, snapshot
+from probe_checks import assert_same, num_zeros, snapshot
 from probe_models import CASES, entropy, llama, mlp
 from probe_reference import split
 from repair_reference import rows_of
@@ -29,7 +29,7 @@ def test_a_strategy_alone_reaches_the_sparsity_exactly(score, select):
     case = llama(torch.float32, num_layers=2)
     result = prune(case.model, case.batches, 0.5, score=score, select=select, repair=None)
     assert result.num_pruned == round(0.5 * result.num_weights) and result.sparsity == 0.5
-    assert result.num_pruned == zeros_of(result.level.weights)
+    assert result.num_pruned == num_zeros(result)
 
 
 def test_magnitude_without_a_probe_reads_no_sample_and_needs_no_loss():
@@ -148,10 +148,6 @@ def sparse_mlp(sparsity, dtype):
     return case
 
 
-def zeros_of(weights):
-    return sum(int((weight.parameter == 0).sum()) for weight in weights.values())
-
-
 @pytest.mark.parametrize(
     ("score", "select", "probe"),
     each_once(
@@ -166,7 +162,7 @@ def test_the_sparsity_is_that_of_zeros_in_a_model_that_had_some(score, select, p
     case = sparse_mlp(0.5, torch.float32)
     before = snapshot(case.model)
     result = prune(case.model, case.batches, 0.3, score=score, select=select, probe=probe, loss=case.loss, repair=None)
-    assert result.num_pruned == zeros_of(result.level.weights)
+    assert result.num_pruned == num_zeros(result)
     assert result.num_pruned == sum(int((~mask).sum()) for mask in result.masks.values())
     assert 0.49 < result.sparsity_before < 0.51
     result.undo_()
@@ -178,7 +174,7 @@ def test_what_is_zero_already_is_removed_first(score):
     """Unused inputs give wanda's zeros their equals, which must not go in their place."""
     case = sparse_mlp(0.5, torch.float32)
     result = prune(case.model, case.batches, 0.7, score=score, select=Global(), loss=case.loss, repair=None)
-    assert zeros_of(result.level.weights) == round(0.7 * result.num_weights)
+    assert num_zeros(result) == round(0.7 * result.num_weights)
 
 
 def test_rows_lose_what_they_are_asked_unless_they_had_lost_more():

@@ -312,15 +312,6 @@ def test_units_that_layers_share_by_a_table_are_refused():
     assert {layer.kind for layer in plan.layers} == {"neurons"}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-@pytest.mark.slow
-def test_resnets_of_the_lab_lose_inner_channels_only(name):
-    model, x = build(name, ImageShape(3, 32, 10)), torch.randn(1, 3, 32, 32)
-    plan = plain_plan(Calibration(with_statistics(model), [x]))
-    inner = [path for path, _ in model.named_modules() if path.endswith((".conv2", ".conv3"))]
-    assert [layer.consumer for layer in plan.layers] == [f"{path}.weight" for path in inner]
-
-
 def one_layer(num, producer, consumer, rows=None):
     rows = torch.arange(num)[:, None] if rows is None else rows
     slices = {f"{producer}.weight": Slices(0, rows), f"{producer}.bias": Slices(0, rows)}

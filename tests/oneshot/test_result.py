@@ -6,7 +6,9 @@ import types
 
 import pytest
 import torch
+from probe_checks import num_zeros
 from probe_models import convolutions, llama, mlp
+from probe_odd import TIME, WIDTH, Skips
 from torch import nn
 
 from prunus import BlockTuning, Repair, prune, search
@@ -16,16 +18,12 @@ from prunus.oneshot.progress import progress_line
 from prunus.plot import svg
 
 
-def zeros(result):
-    return sum(int((weight.parameter == 0).sum()) for weight in result.level.weights.values())
-
-
 @pytest.mark.parametrize("repair", ["auto", None])
 def test_sparsity_is_that_of_the_model_when_it_is_read(repair):
     case = mlp(torch.float32)
     result = prune(case.model, case.batches, 0.5, repair=repair)
     pruned, masks = result.num_pruned, {name: mask.clone() for name, mask in result.masks.items()}
-    assert pruned == zeros(result) == round(0.5 * result.num_weights)
+    assert pruned == num_zeros(result) == round(0.5 * result.num_weights)
     result.undo_()
     assert result.sparsity == result.num_pruned == 0 and all(layer.sparsity == 0 for layer in result.layers)
     assert repr(result).startswith("Result(0.0000%: 0 of ")
@@ -35,7 +33,7 @@ def test_sparsity_is_that_of_the_model_when_it_is_read(repair):
     optimizer = torch.optim.SGD(case.model.parameters(), 0.1)
     case.loss(case.model(case.batches[0][0]), case.batches[0][1]).backward()
     optimizer.step()
-    assert result.num_pruned == zeros(result) < pruned
+    assert result.num_pruned == num_zeros(result) < pruned
     case.model.load_state_dict({name: value + 1 for name, value in case.model.state_dict().items()}, assign=True)
     assert result.num_pruned == sum(int((p == 0).sum()) for p in case.model.parameters() if p.ndim > 1) < pruned
 
@@ -65,21 +63,9 @@ def test_tuning_says_by_which_loss_and_what_was_left_out():
     text = tuned(other.model, case.batches, exclude="model.layers.0.*")
     assert "Blocks that were not tuned: 1 of 3, as nothing was pruned in them or before." in text
     assert "took its mean square from" in tuned(*convolutions())
-    text = tuned(Crossed(), [torch.randn(30, 6)])
+    text = tuned(Skips(), [torch.randn(30, TIME, WIDTH)])
     assert "No block was tuned by itself: the model does not run as a chain of blocks." in text
     assert "Tuning the whole model" in text
-
-
-class Crossed(nn.Module):
-    """Blocks that read more than what the one before gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x):
-        first = self.blocks[0](x)
-        return self.blocks[2](torch.tanh(self.blocks[1](torch.tanh(first)))) + first
 
 
 @pytest.fixture

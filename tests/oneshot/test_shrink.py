@@ -13,7 +13,7 @@ from prunus import BlockTuning, prune, recover, shrink
 from prunus.lab.data import TokenShape
 from prunus.lab.models import GPT
 from prunus.oneshot.shrink import Shrinking
-from prunus.oneshot.units import Slices, UnitLayer
+from prunus.oneshot.units import Plan, Slices, UnitLayer
 from prunus.oneshot.widths import Wanted, Widths
 
 transformers = pytest.importorskip("transformers")
@@ -95,19 +95,10 @@ def test_every_layer_keeps_the_number_and_plain_transformers_loads_the_folder(ho
         assert is_as_before(model, shrunk)
 
 
-class Fake:
+def plan_of(fields, allowed=None):
     """Blocks of the shape that a configuration says, as a plan of units."""
-
-    def __init__(self, fields, allowed=None):
-        self.layers, self.reasons = [UnitLayer(*field) for field in fields], {}
-        self._allowed = allowed
-
-    def allowed(self, field):
-        num = next(layer.num for layer in self.layers if layer.field == field)
-        return self._allowed or range(1, num + 1)
-
-    def numbers(self, left):
-        return []
+    layers = {field[1]: UnitLayer(*field) for field in fields}
+    return Plan([*layers.values()], {}, lambda field: allowed or range(1, layers[field].num + 1), lambda left: [])
 
 
 def qwen():
@@ -126,7 +117,7 @@ def qwen():
 
 def test_a_size_keeps_the_largest_number_of_weights_that_is_not_above_it():
     model, fields = qwen()
-    widths = Widths(model, Fake(fields), [name for name, _ in model.named_parameters()])
+    widths = Widths(model, plan_of(fields), [name for name, _ in model.named_parameters()])
     total = widths.num_weights({})
     assert widths.of_size(0.75 * total, Wanted(size=0.75)) == {"groups": 2, "width": 6421}
     for size in (0.3, 0.5, 0.61, 0.9):
@@ -141,11 +132,27 @@ def test_a_size_keeps_the_largest_number_of_weights_that_is_not_above_it():
 
 def test_heads_of_a_size_are_not_fewer_than_it_says_where_the_class_takes_only_some_numbers():
     model, fields = qwen()
-    widths = Widths(model, Fake(fields[:1], [2]), [name for name, _ in model.named_parameters()])
+    widths = Widths(model, plan_of(fields[:1], [2]), [name for name, _ in model.named_parameters()])
     with pytest.raises(ValueError, match=r"1 of 2 head groups cannot go: .* numbers that can go: none"):
         widths.by_hand(Wanted(heads=1))
-    widths = Widths(model, Fake(fields, [2]), [name for name, _ in model.named_parameters()])
+    widths = Widths(model, plan_of(fields, [2]), [name for name, _ in model.named_parameters()])
     assert widths.of_size(0.5 * widths.num_weights({}), Wanted(size=0.5))["groups"] == 2
+
+
+def test_a_size_keeps_all_heads_on_request_and_takes_its_weights_from_the_neurons():
+    model, fields = qwen()
+    widths = Widths(model, plan_of(fields), [name for name, _ in model.named_parameters()])
+    total = widths.num_weights({})
+    for size in (0.2, 0.5, 0.9):
+        left = widths.of_size(size * total, Wanted(size=size, heads=0))
+        assert left.keys() == {"width"} and widths.num_weights(left) <= size * total
+        assert widths.num_weights({"width": left["width"] + 1}) > size * total
+    with pytest.raises(ValueError, match="leaves no neuron"):
+        widths.of_size(0.1 * total, Wanted(size=0.1, heads=0))
+    with pytest.raises(ValueError, match="the model has no other units"):
+        Widths(model, plan_of(fields[:1]), ["q.weight"]).of_size(1, Wanted(size=0.5, heads=0))
+    with pytest.raises(ValueError, match="heads is a number to remove, at least 1"):
+        Wanted(heads=0)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +160,7 @@ def test_heads_of_a_size_are_not_fewer_than_it_says_where_the_class_takes_only_s
     [
         ({}, "say how much stays, size=0.7, or what goes"),
         ({"size": 0.7, "neurons": 0.2}, "give either size or neurons and heads"),
+        ({"size": 0.7, "heads": 1}, "or heads=0 with a size to keep all heads"),
         ({"size": 70}, "above 0 and below 1, got 70"),
         ({"size": 0.01}, "leaves no neuron"),
         ({"neurons": 24}, "neurons=24 removes 24 of 24, and none would stay"),

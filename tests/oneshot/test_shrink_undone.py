@@ -10,8 +10,7 @@ from torch import nn
 
 from prunus import BlockTuning, shrink
 from prunus.oneshot import originals
-from prunus.oneshot.cuts import Cuts, _Cut
-from prunus.oneshot.drop_layers import DroppedLayers
+from prunus.oneshot.cuts import Cuts, _Blocks, _Cut
 from prunus.oneshot.shrink import Shrinking
 from prunus.oneshot.step import LayerRepair
 from prunus.oneshot.tune import WholeLoss
@@ -56,18 +55,6 @@ def test_an_interruption_after_any_step_leaves_the_model_as_before(monkeypatch, 
     assert is_as_before(model, before)
 
 
-def test_an_interruption_while_slices_are_cut_leaves_them_whole(monkeypatch):
-    model = llama()
-    before = state(model)
-    numbers = [(model.config, "intermediate_size", 20)]
-    drop = {(f"model.layers.{i}.mlp.up_proj.weight", 0): torch.arange(4) for i in range(3)}
-    cuts = Cuts.of(model, drop, numbers)
-    monkeypatch.setattr(_Cut, "apply_", after(_Cut.apply_, 2))
-    with pytest.raises(KeyboardInterrupt):
-        cuts.apply_()
-    assert is_as_before(model, before) and not cuts.is_applied
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_interruption_while_slices_are_put_back_puts_all_of_them_back(monkeypatch, number):
     model = llama()
@@ -100,33 +87,34 @@ class Refusing:
         raise ValueError("no")
 
 
+def without_first(numbers=()):
+    """Two blocks, and what takes the first of them out."""
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    return model[0], dict(model[0]._modules), Cuts.of_blocks(model, {"0": {"1": "0"}}, numbers)
+
+
 def test_layers_come_back_where_a_number_cannot_be_set():
-    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    before = dict(blocks._modules)
-    numbers = Cuts(_numbers=[(Refusing(), "num", 2, 1)])
-    dropped = DroppedLayers(["0"], _lists=[(blocks, before, {"0": blocks[1]})], _numbers=numbers)
+    blocks, before, cuts = without_first([(Refusing(), "num", 1)])
     with pytest.raises(ValueError, match="no"):
-        dropped.apply_()
-    assert dict(blocks._modules) == before and not dropped.is_applied
+        cuts.apply_()
+    assert dict(blocks._modules) == before and not cuts.is_applied
 
 
 def test_an_interruption_while_layers_are_put_back_puts_all_of_them_back(monkeypatch):
-    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    before = dict(blocks._modules)
-    dropped = DroppedLayers(["0"], _lists=[(blocks, before, {"0": blocks[1]})])
-    dropped.apply_()
-    monkeypatch.setattr(Cuts, "undo_", after(Cuts.undo_))
+    blocks, before, cuts = without_first()
+    cuts.apply_()
+    assert list(blocks) == [before["1"]]
+    monkeypatch.setattr(_Blocks, "undo_", after(_Blocks.undo_))
     with pytest.raises(KeyboardInterrupt):
-        dropped.undo_()
-    assert dict(blocks._modules) == before and not dropped.is_applied
+        cuts.undo_()
+    assert dict(blocks._modules) == before and not cuts.is_applied
 
 
 def test_layers_come_back_on_the_device_to_which_the_others_were_moved():
-    blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    dropped = DroppedLayers(["0"], _lists=[(blocks, dict(blocks._modules), {"0": blocks[1]})])
-    dropped.apply_()
+    blocks, _, cuts = without_first()
+    cuts.apply_()
     blocks.to("meta")
-    dropped.undo_()
+    cuts.undo_()
     assert {parameter.device.type for parameter in blocks.parameters()} == {"meta"}
 
 

@@ -12,7 +12,7 @@ from prunus.oneshot import structured
 from prunus.oneshot.gram import Gram
 from prunus.oneshot.shrink_step import DAMPING, Shrink
 from prunus.oneshot.step import Layers
-from prunus.oneshot.structured import UNIT_SCORES, cheapest, cheapest_by_definition
+from prunus.oneshot.structured import UNIT_SCORES, cheapest
 
 SCORES = {"obs": None} | UNIT_SCORES
 
@@ -30,6 +30,25 @@ def shrunk(x, weight, places, num, x_dense=None, **options):
 def damped_inverse(x):
     gram = x.double().T @ x.double()
     return (gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram))).inverse()
+
+
+def cheapest_by_definition(weight, inverse, places, num):
+    """The ``num`` units that go, in order, what each costs, and the weights at the end."""
+    weight, inverse, gone, costs = weight.clone(), inverse.clone(), [], []
+    for _ in range(num):
+        cost_of = {}
+        for unit in set(range(len(places))) - set(gone):
+            columns = places[unit]
+            solved = torch.linalg.solve(inverse[columns][:, columns], weight[:, columns].T)
+            cost_of[unit] = (weight[:, columns] * solved.T).sum().item()
+        unit = min(sorted(cost_of), key=cost_of.__getitem__)
+        columns = places[unit]
+        rows = torch.linalg.solve(inverse[columns][:, columns], inverse[columns])
+        weight -= weight[:, columns] @ rows
+        inverse -= inverse[:, columns] @ rows
+        gone.append(unit)
+        costs.append(cost_of[unit])
+    return gone, costs, weight
 
 
 def gone(change):

@@ -4,9 +4,10 @@ Decisions are those of one sample at a time. Layers whose gradients cannot be re
 get theirs from autograd, one sample at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ...ops import bits
 from ..blocks import Stream
 from ..calibration import Calibration
-from ..forward import replaced
+from ..forward import replaced, requiring_grad, swapped
 from ..layers import holders
 from ..offload import checkpointed, gradients, saving
 from ..originals import Originals
@@ -22,10 +23,11 @@ from ..resources import batch_size, is_out_of_memory, release
 from ..samples import Chunk, Tree
 from .inspection import Findings, inspect
 from .objective import Objective
-from .taps import LayerGradient, NotRows, Taps, Variant, add_largest_, sample_gradients
+from .taps import NotRows, Taps, Variant, add_largest_, sample_gradients
 
 Statistic = Literal["largest", "mean square"]
 Records = dict[str, Tensor]
+T = TypeVar("T")
 SCALE = 2.0**12  # of the loss of float16 models, whose gradients would vanish; a weight whose gradient overflows stays
 
 
@@ -109,35 +111,32 @@ class Engine:
 
         def add(chunk: Chunk) -> None:
             # a maximum may see a sample twice, a sum may not
-            before = (
-                None if statistic == "largest" else [{n: r.clone() for n, r in record.items()} for record in records]
-            )
+            before = [] if statistic == "largest" else [{n: r.clone() for n, r in record.items()} for record in records]
             try:
                 self._add_chunk(records, start, chunk, variants, statistic)
-                return
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if before is not None:
-                    records[:] = before
-                if chunk.size == 1 < len(variants):
+                records[:] = before or records
+                if is_out_of_memory(error) and chunk.size == 1 < len(variants):
                     raise _TooLarge from error
-                if chunk.size > 1 or not self._may_checkpoint():
-                    raise
-            self._checkpoint()
-            add(chunk)
+                raise
 
-        self.calibration.visit(self._rows(len(variants)), add, make_room=self._shrink)
+        def act(chunk: Chunk) -> None:
+            add(chunk) if chunk.size > 1 else self._fitted(partial(add, chunk))
+
+        self.calibration.visit(self._rows(len(variants)), act, make_room=self._shrink)
         return [self._finished(record, statistic) for record in records]
 
-    def _may_checkpoint(self) -> bool:
-        """Whether checkpointing, which saves memory, is not on yet."""
-        return bool(self.calibration.blocks) and not self.checkpointing
-
-    def _checkpoint(self) -> None:
+    def _fitted(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, with checkpointing where memory is not enough for a sample without it."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error) or not self.calibration.blocks or self.checkpointing:
+                raise
         self.checkpointing = True
         self.calibration.cost.halved += 1
         release(self.calibration.device)
+        return work()
 
     def _add_chunk(
         self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
@@ -153,15 +152,12 @@ class Engine:
             gradients = taps.gradients(total * self.scale) if total.requires_grad else [None] * len(taps.calls)
         with torch.no_grad():
             for name, number, calls in taps.layers(gradients):
-                if not self._added_by_kernel(found[number][name], calls, statistic):
+                is_plain = statistic == "largest" and self.scale == 1.0 and len(calls) == 1
+                # a kernel takes all samples of a weight without writing their gradients to memory
+                if not (is_plain and add_largest_(found[number][name], *calls[0])):
                     for each in sample_gradients(calls):
                         _add(found[number][name], each, statistic, self.scale)
         self.calibration.cost.passes += chunk.size * times
-
-    def _added_by_kernel(self, record: Tensor, calls: Sequence[LayerGradient], statistic: Statistic) -> bool:
-        """Whether a kernel has taken all samples of a weight, without writing their gradients to memory."""
-        plain = statistic == "largest" and self.scale == 1.0 and len(calls) == 1
-        return plain and add_largest_(record, *calls[0])
 
     def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
         records = [{name: self._zeros(name) for name in names} for _ in variants]
@@ -171,55 +167,32 @@ class Engine:
         for chunk in self.calibration.samples.chunks(1):
             batch = self.calibration.batch(chunk)
             for record, variant in zip(records, variants, strict=True):
-                for name, each in zip(names, self._one(batch, chunk, start, parameters, variant), strict=True):
+                found = self._fitted(partial(self._alone, batch, chunk, start, parameters, variant))
+                for name, each in zip(names, found, strict=True):
                     if each is not None:
                         _add(record[name], each.unsqueeze(0), statistic, self.scale)
             self.calibration.meter.sampled(1)
         return [self._finished(record, statistic) for record in records]
-
-    def _one(
-        self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
-    ) -> Sequence[Tensor | None]:
-        """Gradients of one sample's loss, with checkpointing where memory is not enough without it."""
-        try:
-            return self._alone(batch, chunk, start, parameters, variant)
-        except Exception as error:
-            if not (is_out_of_memory(error) and self._may_checkpoint()):
-                raise
-        self._checkpoint()
-        return self._alone(batch, chunk, start, parameters, variant)
 
     def _alone(
         self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
         """Gradients of one sample's loss by autograd."""
         self.calibration.cost.passes += 1
-        with torch.enable_grad(), self.stream.starting_at(start, chunk), self._running(variant, start):
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            try:
-                loss = self.objective.alone(batch)
-                if not loss.requires_grad:  # it depends on none of these weights
-                    return [None] * len(parameters)
-                return gradients(self.calibration.offload, loss * self.scale, parameters)
-            finally:
-                for parameter in parameters:
-                    parameter.requires_grad_(False)
+        stream, running = self.stream.starting_at(start, chunk), self._running(variant, start)
+        with torch.enable_grad(), stream, running, requiring_grad(parameters):
+            loss = self.objective.alone(batch)
+            if not loss.requires_grad:  # it depends on none of these weights
+                return [None] * len(parameters)
+            return gradients(self.calibration.offload, loss * self.scale, parameters)
 
     @contextmanager
     def _running(self, variant: Variant, start: int) -> Iterator[None]:
         """The model with these weights from block ``start`` on, whose graph holds no more than it must."""
         blocks, offload = self.calibration.blocks[start:] if self.checkpointing else [], self.calibration.offload
-        parameters = {name: self.weights[name].parameter for name in variant}
-        own = {name: parameter.data for name, parameter in parameters.items()}
-        try:
-            for name, parameter in parameters.items():
-                parameter.data = variant[name]
-            with saving(offload), replaced({block: checkpointed(block, offload) for block in blocks}):
-                yield
-        finally:
-            for name, parameter in parameters.items():
-                parameter.data = own[name]
+        again = replaced({block: checkpointed(block, offload) for block in blocks})
+        with swapped({self.weights[name].parameter: value for name, value in variant.items()}), saving(offload), again:
+            yield
 
     def _have(self, start: int) -> None:
         """Have the activations at position ``start``."""

@@ -4,15 +4,15 @@ No conclusion rests on class names: a layer whose rows are not samples, a loss t
 reads other outputs of its blocks than the last shows in the numbers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..blocks import Stream, is_chain, is_near
+from ..blocks import Stream, is_chain, is_near, seen_calls
 from ..calibration import Calibration
+from ..forward import requiring_grad
 from ..layers import weight_of
 from ..offload import Offload, counted_saves, gradients
 from ..resources import FAILURES, is_out_of_memory, release
@@ -80,7 +80,9 @@ def _inspected(calibration: Calibration, objective: Objective, modules: Modules,
     tapped = {name: holding for name, holding in modules.items() if holding}
     alone = [_observe(calibration, objective.alone, rows(two, slice(i, i + 1), 2), tapped) for i in (0, 1)]
     dtypes = {alone[0].loss.dtype, *(p.dtype for p in objective.model.parameters() if p.is_floating_point())}
-    tolerance = max([ROUNDING.get(dtype, 0.25) for dtype in dtypes] + [TF32] * _rounds_products(alone[0].loss))
+    tolerance = max(ROUNDING.get(dtype, 0.25) for dtype in dtypes)
+    if alone[0].loss.is_cuda and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+        tolerance = max(tolerance, TF32)
     elsewhere = alone[0].elsewhere | alone[1].elsewhere
     starts = {name: min(seen.starts.get(name, start) for seen in alone) for name, start in alone[0].starts.items()}
     findings = Findings(saved_bytes=max(seen.saved_bytes for seen in alone))
@@ -101,49 +103,25 @@ def _inspected(calibration: Calibration, objective: Objective, modules: Modules,
     return findings
 
 
-def _rounds_products(loss: Tensor) -> bool:
-    """Whether the matrix products that led to it may have been rounded to TF32."""
-    if not loss.is_cuda:
-        return False
-    return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
-
-
 def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tree, modules: Modules) -> Seen:
-    order: list[int] = []
     starts: dict[str, int] = {}
-    ended = [0]
-
-    def end(*_: object) -> None:
-        ended[0] += 1
-
-    def begin(name: str) -> None:
-        starts.setdefault(name, ended[0])
-
-    handles = [
-        block.register_forward_pre_hook(lambda *_, i=i: order.append(i)) for i, block in enumerate(calibration.blocks)
-    ]
-    handles += [block.register_forward_hook(end) for block in calibration.blocks]
-    taps = Taps(modules, 0, strict=False, on_call=begin)
     weights = [weight_of(holding[0]) for holding in modules.values()]
-    try:
-        with (
-            torch.enable_grad(),
-            taps.open(),
-            _requiring_grad(weights),
-            counted_saves(calibration.model, calibration.offload) as saved,
-        ):
-            total = loss(tree)
-            taps.recording = False
-            outputs, others = _gradients(total, [call.out for call in taps.calls], weights, calibration.offload)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        torch.enable_grad(),
+        seen_calls(calibration.blocks) as blocks,
+        Taps(modules, 0, strict=False, on_call=lambda name: starts.setdefault(name, blocks.num_ended)).open() as taps,
+        requiring_grad(weights),  # taps detach them, so that a gradient is of another use
+        counted_saves(calibration.model, calibration.offload) as saved,
+    ):
+        total = loss(tree)
+        taps.recording = False
+        outputs, others = _gradients(total, [call.out for call in taps.calls], weights, calibration.offload)
     elsewhere = {name for name, gradient in zip(modules, others, strict=True) if gradient is not None}
     sketches: dict[str, list[list[Tensor]]] = {}
     for call, d in zip(taps.calls, outputs, strict=True):
         both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
         sketches.setdefault(call.name, []).append(both)
-    return Seen(total.detach().reshape(()), order, starts, sketches, elsewhere, sum(saved))
+    return Seen(total.detach().reshape(()), blocks.order, starts, sketches, elsewhere, sum(saved))
 
 
 def _gradients(
@@ -156,18 +134,6 @@ def _gradients(
         return [None] * len(outputs), [None] * len(weights)
     both = gradients(offload, total.sum(), outputs + weights)
     return both[: len(outputs)], both[len(outputs) :]
-
-
-@contextmanager
-def _requiring_grad(weights: Sequence[Tensor]) -> Iterator[None]:
-    """``requires_grad`` of the weights is on: taps detach them, so that a gradient is of another use."""
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_(False)
 
 
 def _sketches(x: Tensor) -> list[Tensor]:

@@ -30,7 +30,10 @@ class Objective:
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
-        if self.loss is None and not has_own_loss(self.model):
+        if self.loss is not None:
+            return
+        # Hugging Face models take labels and return a loss
+        if not hasattr(self.model, "config") or "labels" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(
                 f"{type(self.model).__name__} computes no loss of its own; pass loss=..., a function (output, target)"
             )
@@ -82,11 +85,6 @@ class Objective:
 
     def _arguments(self, tree: Tree) -> dict[str, Any]:
         return with_labels(tree, getattr(self.model, "main_input_name", "input_ids"))
-
-
-def has_own_loss(model: nn.Module) -> bool:
-    """Whether it takes labels and returns a loss, as Hugging Face models do."""
-    return hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters
 
 
 def with_labels(tree: Tree, name: str = "input_ids") -> dict[str, Any]:

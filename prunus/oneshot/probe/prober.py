@@ -27,7 +27,7 @@ class Probe:
     - ``block``: the weights of one block together, then the next block; weights in no block one by one.
 
     ``order`` is that of ``sequential`` and ``block``: from the last weight or block to the first, or from the first.
-    With tau ``target`` the candidates are those at sparsity ``pool`` (by default a fifth more than is asked for), and
+    With tau ``target`` the candidates are those at sparsity ``pool`` (by default 1.2 times the sparsity), and
     those with the smallest ratios are pruned until the sparsity is exact.
     """
 

@@ -51,7 +51,7 @@ class Taps:
     variants: Sequence[Variant] = ({},)
     strict: bool = True
     calls: list[Call] = field(default_factory=list)
-    on_call: Callable[[str], None] | None = None
+    on_call: Callable[[str], object] | None = None
     recording: bool = True  # off during the backward, which may call layers again
 
     @contextmanager
@@ -170,20 +170,18 @@ def _of_call(module: nn.Module, x: Tensor, d: Tensor) -> Iterator[Tensor]:
     weight = weight_of(module)
     size = max(1, ELEMENTS.get(x.device.type, 1 << 26) // max(1, weight.numel()))
     for start in range(0, len(x), size):
-        here, back = x[start : start + size], d[start : start + size]
-        if isinstance(module, nn.Conv1d | nn.Conv2d):
-            yield _of_convolution(module, here, back).view(-1, *weight.shape)
-        else:
-            yield outer(*_factors(module, here, back))
+        here = slice(start, start + size)
+        yield outer(*_factors(module, x[here], d[here])).view(-1, *weight.shape)
 
 
 def _factors(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """The two (sample, token, feature) whose outer products, summed over tokens, have the layout of the weight."""
+    """The two (sample, token, feature) whose outer products, summed over tokens, have the layout of the weight.
+
+    Each group of a convolution counts as a sample.
+    """
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        d = d.flatten(2)  # (sample, out, place)
+        by_group = (len(x) * module.groups, -1, d.shape[-1])
+        return d.reshape(by_group).transpose(1, 2), windows(module, x).reshape(by_group).transpose(1, 2)
     x, d = (t.reshape(len(t), -1, t.shape[-1]) for t in (x, d))
     return (x, d) if is_conv1d(module) else (d, x)
-
-
-def _of_convolution(conv: nn.Conv1d | nn.Conv2d, x: Tensor, d: Tensor) -> Tensor:
-    back = d.flatten(2)  # (sample, out, place)
-    by_group = (len(x) * conv.groups, -1, back.shape[-1])
-    return outer(back.reshape(by_group).transpose(1, 2), windows(conv, x).reshape(by_group).transpose(1, 2))

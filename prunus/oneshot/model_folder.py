@@ -1,0 +1,140 @@
+"""Hugging Face folders that are changed block by block: one block at a time of their model is in memory."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..eligible import eligible
+from ..export.card import CardFacts, facts_of_files, write_card
+from ..export.convert import copy_beside
+from ..export.empty_model import empty_model, reader_of, tensors_of
+from ..export.huggingface import check_folder, load_model, save_config, stored_names_of
+from ..export.stored_form import Unfit, as_stored
+from ..files.atomic import new_folder
+from ..files.encode import coded_if_smallest
+from ..files.lock import lock_folder
+from ..files.reader import PLAIN, SMALL
+from ..files.sparse_file import check_grid
+from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
+from ..grids import on_grids
+from ..ops.grid import Coded
+from ..ranks import Ranks
+from .blocks import blocks_of
+from .by_block import BY_BLOCK
+from .disk_offload import DiskOffload, disk_offload_of, nothing_like
+from .shared_work import agreed, of_first
+
+
+def model_on_disk(folder: Path, dtype: str = "auto") -> Any:
+    """The model, on the CPU, with the values of what is outside its blocks; ``Unfit`` where that cannot be."""
+    model, read = empty_model(folder, dtype)
+    blocks = blocks_of(model, eligible(model).weights)
+    if not blocks:
+        raise Unfit("it has no list of blocks")
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise Unfit("the statistics of its batch norms are compared with those of the dense model")
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                value, is_trained = nothing_like(parameter), parameter.requires_grad
+                module._parameters[key] = made.setdefault(parameter, nn.Parameter(value, requires_grad=is_trained))
+    offload = DiskOffload(model, blocks, read)
+    for name, parameter in model.named_parameters():
+        if name not in offload.names:
+            parameter.data = read(name)
+    BY_BLOCK.add(model)
+    return model
+
+
+def opened_folder(folder: Path, device: torch.device | str) -> Any:
+    """The model of a folder to run: with its blocks on disk where that can be, on the CPU; else on ``device``."""
+    if torch.device(device).type == "cpu":
+        with suppress(Unfit):
+            return model_on_disk(folder)
+    return load_model(folder, device)
+
+
+@contextmanager
+def changed_folder(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str] | None, ranks: Ranks | None, *, small: bool = False
+) -> Iterator[tuple[Any, Path]]:
+    """The model of a folder to change, and a folder for what is done; at the end the result is written to ``out``.
+
+    Killed, the same call goes on with what was done. Of several ranks the first one writes.
+    """
+    if out is None:
+        raise ValueError(f"{folder} is changed block by block and written to a new folder: give out=")
+    source, target = Path(folder), Path(out)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    with ExitStack() as stack:
+
+        def begin() -> Any:
+            check_folder(source)
+            if target.exists():
+                raise ValueError(f"{target} is there already; choose another out")
+            if ranks is None or ranks.rank == 0:
+                stack.enter_context(lock_folder(unfinished))
+            try:
+                return model_on_disk(source)
+            except Unfit as reason:
+                said = f"{source} cannot be read block by block: {reason}"
+                raise ValueError(f"{said}; load it, and give the module") from None
+
+        model = agreed(ranks, begin)
+        yield model, unfinished
+        of_first(ranks, lambda: _write(model, source, target, unfinished, small=small))
+        read_from(model, target)
+
+
+def _write(model: nn.Module, source: Path, out: Path, unfinished: Path, *, small: bool) -> None:
+    """Write a changed model to a new folder with a card, and remove the folder for what was done."""
+    with new_folder(out, inside=unfinished) as part:
+        saved = save_from_disk(model, source, part, small=small)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        facts = facts_of_files(part, shapes, saved.rows)
+        write_card(part, CardFacts(name=out.resolve().name, source=str(source), **facts))
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def read_from(model: nn.Module, folder: Path) -> None:
+    """Read the blocks of a model from the folder that it was written to."""
+    disk = disk_offload_of(model)
+    assert disk is not None
+    disk.read = reader_of(model, folder)
+    disk.stored.clear()
+
+
+def save_from_disk(
+    model: nn.Module, folder: Path, out: Path, *, small: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Saved:
+    """Write a model whose blocks are on disk, one tensor at a time, with what lies beside it in its folder."""
+    disk, state, grids = disk_offload_of(model), model.state_dict(), on_grids(model)
+    assert disk is not None
+
+    def value(name: str) -> Tensor:
+        return disk.value(name) if name in disk.names else state[name]
+
+    def coded(name: str) -> Coded | None:
+        if name not in grids:
+            return None
+        check_grid(name, {name: (tensor := value(name))}, grids[name])
+        return coded_if_smallest(tensor, grids[name])
+
+    save_config(model, out)
+    source = tensors_of(model, value)
+    if small:
+        source = replace(source, fetch_coded=coded, metadata=source.metadata | stored_names_of(model))
+    else:
+        source = as_stored(model, source)
+    saved = write(source, WritePlan(out / (SMALL if small else PLAIN), small, max_shard_bytes))
+    copy_beside(folder, out)
+    return saved

@@ -1,0 +1,168 @@
+"""The rows of a least-squares problem, divided among ranks: whose rows are whose, and the largest scores of all."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..grids import OnGrid
+from ..ranks import Ranks
+from .step import Change, Choose, largest
+
+SAMPLE = 4096  # scores of a layer, over all ranks, that bracket its threshold
+SIGMAS = 4  # half the width of the bracket
+SMALL = 1 << 15  # scores of a layer that all travel
+
+
+class RowShare:
+    """Which rows of some layers (out, in), one under another, each rank has: a run of them, in the order of ranks."""
+
+    def __init__(self, weights: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+        self.ranks, self.rank = ranks, 0 if ranks is None else ranks.rank
+        size, num, first = 1 if ranks is None else ranks.size, sum(map(len, weights.values())), 0
+        edges = [num * rank // size for rank in range(size + 1)]
+        self.rows: dict[str, list[slice]] = {}  # of each rank
+        for name, weight in weights.items():
+            cuts = [min(max(edge - first, 0), len(weight)) for edge in edges]
+            self.rows[name] = [slice(*pair) for pair in pairwise(cuts)]
+            first += len(weight)
+
+    def own(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of this rank; there may be none of a layer."""
+        return {name: matrices[name][rows[self.rank]] for name, rows in self.rows.items() if name in matrices}
+
+    def whole(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of all ranks."""
+        return {name: self._gathered(own, self.rows[name]) for name, own in matrices.items()}
+
+    def _gathered(self, own: Tensor, rows: Sequence[slice]) -> Tensor:
+        assert self.ranks is not None
+        sizes = [here.stop - here.start for here in rows]
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        return torch.cat([part[:size] for part, size in zip(self.ranks.stacked(padded), sizes, strict=True)])
+
+    def whole_changes(self, changes: Mapping[str, Change]) -> dict[str, Change]:
+        """Changes of the rows of all ranks from those of this one's, which all have weights."""
+        if self.ranks is None:
+            return dict(changes)
+        weights = self.whole({name: change.weight for name, change in changes.items() if change.weight is not None})
+        masks = self.whole({name: change.mask for name, change in changes.items()})
+        grids = {name: change.on_grid for name, change in changes.items() if change.on_grid is not None}
+        scales = self.whole({name: on_grid.scales for name, on_grid in grids.items()})
+        grids = {name: OnGrid(on_grid.grid, scales[name]) for name, on_grid in grids.items()}
+        return {
+            name: replace(change, weight=weights[name], mask=masks[name], on_grid=grids.get(name))
+            for name, change in changes.items()
+        }
+
+
+class LargestOfAll:
+    """Chooses all but the ``num_drop`` smallest live scores of each layer, as ``keep_all_but`` does, over all ranks.
+
+    A sample of all scores brackets each threshold, and only what lies within the bracket travels.
+    """
+
+    def __init__(self, num_drop: Mapping[str, int], sizes: Mapping[str, int], ranks: Ranks) -> None:
+        self.num_keep, self.ranks = {name: size - num_drop[name] for name, size in sizes.items()}, ranks
+        self._num_live: dict[str, list[int]] = {}  # of each rank, by layer
+        self._places: dict[str, Tensor] = {}  # of the sample
+
+    def __call__(self, scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flat = {name: score[live[name]] if name in live else score.reshape(-1) for name, score in scores.items()}
+        if not self._num_live:
+            self._begin(flat)
+        keep = {name: torch.full_like(one, self.num_keep[name] > 0, dtype=torch.bool) for name, one in flat.items()}
+        cuts = {name: one for name, one in flat.items() if 0 < self.num_keep[name] < sum(self._num_live[name])}
+        if large := {name: one for name, one in cuts.items() if sum(self._num_live[name]) > SMALL}:
+            kept = self._bracketed(large)
+            keep |= kept
+            cuts = {name: one for name, one in cuts.items() if name not in kept}
+        for name, parts in self._vectors(cuts, self._num_live).items():
+            keep[name] = self._own(largest(torch.cat(parts), self.num_keep[name], None), self._num_live[name])
+        return {
+            name: torch.zeros_like(live[name]).masked_scatter_(live[name], keep[name])
+            if name in live
+            else keep[name].view_as(score)
+            for name, score in scores.items()
+        }
+
+    def _begin(self, flat: Mapping[str, Tensor]) -> None:
+        [self._num_live] = self._numbers([{name: len(one) for name, one in flat.items()}])
+        generator = torch.Generator().manual_seed(self.ranks.rank)
+        for name, one in flat.items():
+            num = self._num_sampled(name)[self.ranks.rank]
+            self._places[name] = torch.randint(max(1, len(one)), (num,), generator=generator).to(one.device)
+
+    def _num_sampled(self, name: str) -> list[int]:
+        numbers = self._num_live[name]
+        return [-(-SAMPLE * number // max(1, sum(numbers))) for number in numbers]
+
+    def _brackets(self, flat: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """Scores that very likely enclose the threshold of each layer."""
+        own = {name: one[self._places[name]] for name, one in flat.items()}
+        brackets = {}
+        for name, parts in self._vectors(own, {name: self._num_sampled(name) for name in flat}).items():
+            sample, share = torch.cat(parts).sort().values, 1 - self.num_keep[name] / sum(self._num_live[name])
+            num = len(sample)
+            half = SIGMAS * (num * share * (1 - share)) ** 0.5 + 2
+            first, last = int(share * num - half), int(share * num + half) + 1
+            edges = sample[[max(first, 0), min(last, num - 1)]].tolist()
+            brackets[name] = edges[0] if first >= 0 else -math.inf, edges[1] if last < num else math.inf
+        return brackets
+
+    def _bracketed(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept of each layer, except those whose bracket misses the threshold."""
+        brackets = self._brackets(flat)
+        above = {name: one > brackets[name][1] for name, one in flat.items()}
+        inside = {name: (one >= brackets[name][0]) & ~above[name] for name, one in flat.items()}
+        counts = [{name: int(mask.sum()) for name, mask in masks.items()} for masks in (above, inside)]
+        num_above, num_inside = self._numbers(counts)
+        rest = {name: self.num_keep[name] - sum(numbers) for name, numbers in num_above.items()}
+        found = {name: flat[name][inside[name]] for name in flat if 0 <= rest[name] <= sum(num_inside[name])}
+        return {
+            name: above[name].masked_scatter_(
+                inside[name], self._own(largest(torch.cat(parts), rest[name], None), num_inside[name])
+            )
+            for name, parts in self._vectors(found, num_inside).items()
+        }
+
+    def _own(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of a vector of all ranks."""
+        return whole.split(list(sizes))[self.ranks.rank]
+
+    def _numbers(self, own: Sequence[Mapping[str, int]]) -> list[dict[str, list[int]]]:
+        """Numbers of every rank, by layer."""
+        every = self.ranks.stacked(torch.tensor([[*numbers.values()] for numbers in own])).permute(1, 2, 0).tolist()
+        return [dict(zip(names, numbers, strict=True)) for names, numbers in zip(own, every, strict=True)]
+
+    def _vectors(self, own: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]) -> dict[str, list[Tensor]]:
+        """A vector of every rank, by layer; ``sizes`` are known of all ranks."""
+        if not own:
+            return {}
+        widths = [max(sizes[name]) for name in own]
+        sent = next(iter(own.values())).new_zeros(sum(widths))
+        for part, vector in zip(sent.split(widths), own.values(), strict=True):
+            part[: len(vector)] = vector
+        every = zip(own, self.ranks.stacked(sent).split(widths, 1), strict=True)
+        return {name: [row[:size] for row, size in zip(rows, sizes[name], strict=True)] for name, rows in every}
+
+
+def choose_for(
+    choose: Choose, num_drop: Mapping[str, int], weights: Mapping[str, Tensor], ranks: Ranks | None
+) -> Choose:
+    """The same choice where ``choose`` gets the rows of one rank only."""
+    if ranks is None:
+        return choose
+    if all(name in num_drop for name in weights):
+        return LargestOfAll(num_drop, {name: weight.numel() for name, weight in weights.items()}, ranks)
+
+    def of_rows(scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: score for name, score in scores.items() if len(score)}
+        empty = {name: score.bool() for name, score in scores.items() if not len(score)}
+        return empty | (choose(own, {name: live[name] for name in own if name in live}) if own else {})
+
+    return of_rows
