@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..ops.grid import GROUP
 from . import _nvrtc
+from .coded_gaps import CodedGaps
 from .coded_tiles import CodedTiles
 from .gaps import Gaps
 from .tiles import COLUMNS, ROWS, TileForm
@@ -17,6 +19,9 @@ TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TILE_FROM = (9, 0)  # compute capability from which the copies of a tile are made by the device itself
 TILE_WARPS = 8
 CODED_WARPS, CODED_STAGES, CODED_GROUP = 8, 3, 2  # stages of a group of tiles, as the kernel says
+CODED_GAP_WARPS = 16  # of a block
+CODED_GAP_AHEAD = 4  # words that each lane of a warp loads ahead
+CODED_GAP_MOST = 4  # vectors at once
 GAP_WARPS = 32
 DENSE_WARPS = 8
 Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it was prepared for, and a bias
@@ -67,10 +72,15 @@ def tile_dense(tiles: TileForm) -> Tensor:
     out = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
     num_tiles = len(tiles.starts) - 1
     if out.numel():
-        name = f"coded_dense<{TYPES[tiles.dtype]}>" if isinstance(tiles, CodedTiles) else "tile_dense"
+        name, warps, shared = "tile_dense", 8, 0
+        if isinstance(tiles, CodedTiles):
+            name = f"coded_dense<{TYPES[tiles.dtype]}>"
+        if isinstance(tiles, CodedGaps):
+            name, warps = f"coded_gap_dense<{TYPES[tiles.dtype]}, 4>", 4
+            shared = warps * ROWS * (tiles.TILE_COLUMNS + 8) * out.element_size()  # a tile, its rows in other banks
         kernel = _nvrtc.kernel(name, out.get_device())
         at = (tiles.data.data_ptr(), tiles.starts.data_ptr(), out.data_ptr())
-        kernel(-(-num_tiles // 8), 256, 0, (*at, num_rows, width, tiles.across, num_tiles))
+        kernel(-(-num_tiles // warps), warps * 32, shared, (*at, num_rows, width, tiles.across, num_tiles))
     return out
 
 
@@ -92,25 +102,55 @@ def gap_dense(gaps: Gaps) -> Tensor | None:
 def gap_product(gaps: Gaps, num: int, device: int) -> Product:
     """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors of the type of the values, as ``tile_product``."""
     num_rows, width = gaps.shape
-    size, most, total = gaps.dtype.itemsize, most_at_once(gaps, device), 0
     parts = [part.data_ptr() for part in (gaps.values, gaps.codes, gaps.heads, gaps.rows)]
-    launches = []
-    while total < num:
-        taken = max(2, 1 << (min(most, num - total) - 1).bit_length())
+
+    def launch_of(taken: int) -> _nvrtc.Launch:
         kernel = _nvrtc.kernel(f"gap_product<{TYPES[gaps.dtype]}, {taken}, {GAP_WARPS}>", device)
-        shared = width * taken * size
+        shared = width * taken * gaps.dtype.itemsize
         grid = min(kernel.resident(GAP_WARPS * 32, shared), -(-num_rows // GAP_WARPS))
         args = (*parts, 0, 0, 0, num_rows, width)
-        launch = _nvrtc.Launch(kernel, grid, GAP_WARPS * 32, shared, args, slice(4, 7))
-        launches.append((launch, total * width * size, total * num_rows * size))
+        return _nvrtc.Launch(kernel, grid, GAP_WARPS * 32, shared, args, slice(4, 7))
+
+    return _in_turn(launch_of, gaps, num, 2, most_at_once(gaps, device))
+
+
+def coded_gap_product(form: CodedGaps, num: int, device: int) -> Product:
+    """``gap_product`` of codes; one vector is float32 in shared memory where it fits, which saves converting it."""
+    num_rows, width = form.shape
+    warps = CODED_GAP_WARPS
+
+    def launch_of(taken: int) -> _nvrtc.Launch:
+        size = form.dtype.itemsize
+        if taken == 1 and _columns_bytes(form, 4) < _nvrtc.most_shared(device) // 2:
+            size = 4
+        kind = f"{TYPES[form.dtype]}, {size}, {taken}, {warps}, {CODED_GAP_AHEAD}"
+        kernel = _nvrtc.kernel(f"coded_gap_product<{kind}>", device)
+        shared = 2 * warps * ROWS * taken * 4 + _columns_bytes(form, taken * size)
+        grid = min(kernel.resident(warps * 32, shared), -(-num_rows // ROWS))
+        args = (form.data.data_ptr(), form.starts.data_ptr(), 0, 0, 0, num_rows, width, form.across)
+        return _nvrtc.Launch(kernel, grid, warps * 32, shared, args, slice(2, 5))
+
+    return _in_turn(launch_of, form, num, 1, most_coded_at_once(form, device))
+
+
+def _in_turn(
+    launch_of: Callable[[int], _nvrtc.Launch], form: Gaps | CodedGaps, num: int, least: int, most: int
+) -> Product:
+    """The product with ``num`` vectors by launches that take a power of two of them each."""
+    (num_rows, width), size, total, launches = form.shape, form.dtype.itemsize, 0, []
+    while total < num:
+        taken = max(least, 1 << (min(most, num - total) - 1).bit_length())
+        launches.append((launch_of(taken), total * width * size, total * num_rows * size))
         total += taken
 
-    def run(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
+    def run(x: Tensor, form: Any, bias: Tensor | None) -> Tensor:
         *batch, _ = x.shape
         if total == num:
             x, y = x.contiguous(), x.new_empty(*batch, num_rows)
         else:
             x, y = pad(x.reshape(num, width), (0, 0, 0, total - num)), x.new_empty(total, num_rows)
+        if x.data_ptr() % 16:  # one whose width allows it is read 16 bytes at a time
+            x = x.clone()
         at, add, out = x.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
         for launch, x_offset, y_offset in launches:
             launch(at + x_offset, add, out + y_offset)
@@ -124,3 +164,17 @@ def most_at_once(gaps: Gaps, device: int) -> int:
     size = gaps.dtype.itemsize
     fitting = min(16 // size, _nvrtc.most_shared(device) // max(1, gaps.shape[1] * size))
     return 1 << fitting.bit_length() - 1 if fitting else 0
+
+
+def most_coded_at_once(form: CodedGaps, device: int) -> int:
+    """``most_at_once`` of codes."""
+    sums = 2 * CODED_GAP_WARPS * ROWS * 4
+    room, size = _nvrtc.most_shared(device), form.dtype.itemsize
+    return max(
+        (num for num in (1, 2, CODED_GAP_MOST) if num * sums + _columns_bytes(form, num * size) <= room), default=0
+    )
+
+
+def _columns_bytes(form: CodedGaps, size: int) -> int:
+    """Shared memory for columns of ``size`` bytes: groups lie 64 bytes apart, and one more is behind the last."""
+    return 2 * form.across * (GROUP * size + 64) + GROUP * size

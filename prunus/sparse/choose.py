@@ -7,9 +7,8 @@ import torch
 
 from ._cuda import can_tile
 from .tiles import DTYPES as TILE_DTYPES
-from .times import Times, WeightKind, times_of, winner
+from .times import FORMS, Times, WeightKind, times_of, winner
 
-FORMS = ("gaps", "tiles", "coded")
 SPARSE_FROM = 0.1  # layers with fewer zeros were not pruned, and stay dense
 # the last parts of names of layers that read the same input, so that their products can be one
 SIBLINGS = (
@@ -28,7 +27,7 @@ class Choice:
 
     names: list[str]
     kind: WeightKind  # of all rows together
-    form: str  # the best sparse one, "gaps", "tiles" or "coded"
+    form: str  # the best sparse one of ``FORMS``
     times: Times
 
     @property
@@ -78,9 +77,9 @@ def forms_of(
 def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:
     """The form where nothing is measured: codes where a weight has them, since they are the smallest.
 
-    Of the others the gap form is better for one vector, and for few where most is zero.
+    Gaps are better for one vector, and gaps of values for few where most is zero.
     """
     is_tiled = can_tile(device) and kind.dtype in TILE_DTYPES
     if is_tiled and kind.is_coded:
-        return "coded"
+        return "coded gaps" if vectors == 1 else "coded"
     return "tiles" if is_tiled and vectors > (1 if kind.sparsity < 0.7 else 4) else "gaps"

@@ -29,6 +29,37 @@ UNIT = 32  # codes in 16 bytes
 class CodedTiles(TileForm):
     """Tiles of bits, scales and 4-bit codes; ``data`` is (units * 16,), uint8, and ``dtype`` that of the values."""
 
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, rounded to its type."""
+        num_rows, width = self.shape
+        if not num_rows * width:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        keep = _in_order(keep_of(self))
+        place = self.starts[:-1].long()[:, None] * UNIT + HEAD * UNIT - 1 + keep.cumsum(1)
+        nibbles = torch.stack([self.data & 15, self.data >> 4], 1).view(-1)
+        codes = torch.zeros_like(keep, dtype=torch.uint8)
+        codes[keep] = nibbles[place[keep]]
+        codes, keep = (_in_order(part.view(-1, 2, 32, 4, 2, 4).transpose(1, 2)) for part in (codes, keep))
+        down, across = len(keep) // self.across, self.across
+
+        def matrix(part: Tensor) -> Tensor:
+            """From (tile, half, lane, j, r, e) to rows and columns."""
+            axes = part.view(down, across, 2, 8, 4, 2, 2, 2, 4).permute(0, 7, 3, 1, 2, 5, 4, 6, 8)
+            return axes.reshape(down * ROWS, across * COLUMNS)[:num_rows, :width]
+
+        return Grid(BITS).values(matrix(codes), self.scales(), self.dtype) * matrix(keep)
+
+    def scales(self) -> Tensor:
+        """The scales (out, groups); those of rows and groups without a weight are the smallest one."""
+        pairs = heads_of(self, TILE // 8 + SCALES)[:, TILE // 8 :].contiguous().view(torch.bfloat16)
+        down, across = -(-self.shape[0] // ROWS), self.across
+        axes = pairs.view(down, across, ROWS // 2, 2).permute(0, 3, 2, 1)
+        scales = axes.reshape(down * ROWS, across)[: self.shape[0]]
+        return scales.masked_fill(scales == 0, torch.finfo(torch.bfloat16).tiny)
+
+    def check(self) -> None:
+        check_tiles(self, HEAD, UNIT, torch.uint8)
+
 
 def can_code(grid: Grid) -> bool:
     """Whether tiles hold the codes of a grid."""
@@ -48,41 +79,6 @@ def coded_tiles_of(weight: Coded, dtype: torch.dtype) -> CodedTiles:
 def coded_tiles_of_dense(weight: Tensor, scales: Tensor) -> CodedTiles:
     """The tiles of a matrix that is on the grid of these scales, (out, groups)."""
     return coded_tiles_of(coded(weight.contiguous(), scales, Grid(BITS)), weight.dtype)
-
-
-def dense_reference(tiles: CodedTiles) -> Tensor:
-    """The matrix with its zeros, rounded to its type."""
-    num_rows, width = tiles.shape
-    if not num_rows * width:
-        return torch.zeros(tiles.shape, dtype=tiles.dtype, device=tiles.device)
-    keep = _in_order(keep_of(tiles))
-    place = tiles.starts[:-1].long()[:, None] * UNIT + HEAD * UNIT - 1 + keep.cumsum(1)
-    nibbles = torch.stack([tiles.data & 15, tiles.data >> 4], 1).view(-1)
-    codes = torch.zeros_like(keep, dtype=torch.uint8)
-    codes[keep] = nibbles[place[keep]]
-    codes, keep = (_in_order(part.view(-1, 2, 32, 4, 2, 4).transpose(1, 2)) for part in (codes, keep))
-    down, across = len(keep) // tiles.across, tiles.across
-
-    def matrix(part: Tensor) -> Tensor:
-        """From (tile, half, lane, j, r, e) to rows and columns."""
-        axes = part.view(down, across, 2, 8, 4, 2, 2, 2, 4).permute(0, 7, 3, 1, 2, 5, 4, 6, 8)
-        return axes.reshape(down * ROWS, across * COLUMNS)[:num_rows, :width]
-
-    return Grid(BITS).values(matrix(codes), scales_of(tiles), tiles.dtype) * matrix(keep)
-
-
-def scales_of(tiles: CodedTiles) -> Tensor:
-    """The scales (out, groups); those of rows and groups without a weight are the smallest one."""
-    pairs = heads_of(tiles, TILE // 8 + SCALES)[:, TILE // 8 :].contiguous().view(torch.bfloat16)
-    down, across = -(-tiles.shape[0] // ROWS), tiles.across
-    axes = pairs.view(down, across, ROWS // 2, 2).permute(0, 3, 2, 1)
-    scales = axes.reshape(down * ROWS, across)[: tiles.shape[0]]
-    return scales.masked_fill(scales == 0, torch.finfo(torch.bfloat16).tiny)
-
-
-def check_coded_tiles(tiles: CodedTiles) -> None:
-    """``check_tiles`` of tiles with codes."""
-    check_tiles(tiles, HEAD, UNIT, torch.uint8)
 
 
 def _packed(codes: Tensor, keep: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,7 @@ class CompiledBlocks:
     def __call__(self, **inputs: Any) -> Any:
         limits = {"recompile_limit": MOST_KINDS, "accumulated_recompile_limit": MOST_KINDS}
         config: Any = torch.compiler.config
-        sources = getattr(config, "dynamic_sources", None)  # older versions have none, and trace block by block
-        names = {} if sources is None else {"dynamic_sources": f"{sources},{OPEN}"}
+        names = {"dynamic_sources": f"{config.dynamic_sources},{OPEN}"}
         with torch._dynamo.config.patch(limits), config.patch(names):
             return self._run(_compiled_forward(), inputs)
 

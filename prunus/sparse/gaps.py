@@ -68,6 +68,33 @@ class Gaps:
     def clone(self) -> "Gaps":
         return Gaps(*(getattr(self, name).clone() for name in self.PARTS), shape=self.shape)
 
+    def dense(self) -> Tensor:
+        """The matrix with its zeros."""
+        num_rows, width = self.shape
+        flat = torch.zeros(num_rows * width + 1, dtype=self.values.dtype, device=self.values.device)
+        for first, last in row_blocks(num_rows, width) if len(self.values) else ():
+            slots = slots_of(self, first, last)
+            place = slots.column + (slots.row * width)[:, None, None, None]
+            place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
+            flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
+        return flat[:-1].view(num_rows, width)
+
+    def check(self) -> None:
+        """ValueError unless every place that a product would read exists: for forms that come from a file."""
+        num_rows, width = self.shape
+        table = self.rows
+        whole = table.dtype == torch.int32 and table.shape == (num_rows + 1, 3) and bool((table >= 0).all())
+        whole = whole and torch.equal(table, _table(table[:-1, 2].long()))
+        num_units, num_blocks = (int(table[-1, 0]), int(table[-1, 1])) if whole else (0, 0)
+        whole = whole and self.values.shape == (num_units * UNIT,) and self.heads.shape == (num_blocks * RUNS,)
+        whole = whole and self.codes.shape == (num_units * UNIT // 2,)
+        whole = whole and (self.codes.dtype, self.heads.dtype) == (torch.uint8, torch.int16)
+        if not whole or width > WIDEST:
+            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
+        for first, last in row_blocks(num_rows, width) if num_units else ():
+            if bool((slots_of(self, first, last).column >= width).any()):
+                raise ValueError(f"a sparse {num_rows} x {width} matrix has a column beyond its last; save it anew")
+
 
 def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
     """The matrix of ``shape`` that keeps ``values``, in row-major order, where the bits of ``packed`` are set."""
@@ -143,26 +170,9 @@ def slots_of(gaps: Gaps, first: int, last: int) -> Slots:
     return Slots(row + first, column, value, (index < left[:, None, None, None]) & is_unit[:, None, :, None])
 
 
-def check_gaps(gaps: Gaps) -> None:
-    """ValueError unless every place that a product would read exists: for forms that come from a file."""
-    num_rows, width = gaps.shape
-    table = gaps.rows
-    whole = table.dtype == torch.int32 and table.shape == (num_rows + 1, 3) and bool((table >= 0).all())
-    whole = whole and torch.equal(table, _table(table[:-1, 2].long()))
-    num_units, num_blocks = (int(table[-1, 0]), int(table[-1, 1])) if whole else (0, 0)
-    whole = whole and gaps.values.shape == (num_units * UNIT,) and gaps.heads.shape == (num_blocks * RUNS,)
-    whole = whole and gaps.codes.shape == (num_units * UNIT // 2,)
-    whole = whole and (gaps.codes.dtype, gaps.heads.dtype) == (torch.uint8, torch.int16)
-    if not whole or width > WIDEST:
-        raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
-    for first, last in row_blocks(num_rows, width) if num_units else ():
-        if bool((slots_of(gaps, first, last).column >= width).any()):
-            raise ValueError(f"a sparse {num_rows} x {width} matrix has a column beyond its last; save it anew")
-
-
 def _packed(keep: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values, codes, heads and number of entries of each row, for a few rows."""
-    row, column, value = _entries(keep, values)
+    row, column, value = entries_of(keep, values, LONGEST)
     counts = torch.bincount(row, minlength=len(keep))
     units, blocks = -(-counts // UNIT), -(-counts // BLOCK)
     index = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
@@ -182,19 +192,25 @@ def _packed(keep: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
     return out, (pairs[:, 0] | pairs[:, 1] << 4).reshape(-1), heads, counts
 
 
-def _entries(keep: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and value of each entry: the kept ones, and zeros wherever a step is too long."""
+def entries_of(keep: Tensor, values: Tensor, longest: int, nothing: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and value of each entry: the kept ones, and others wherever a step is longer than ``longest``.
+
+    Those have the value ``nothing``, and stand before the first kept one too; without it, zero, and not there.
+    """
     row, column = keep.nonzero(as_tuple=True)
     before = torch.cat([column.new_full((1,), -1), column])[:-1]
     is_first = row.diff(prepend=row.new_full((1,), -1)) != 0
-    extra = ((column - before - 1) // LONGEST).masked_fill(is_first, 0)
+    before = before.masked_fill(is_first, -1)
+    extra = (column - before - 1) // longest
+    if nothing is None:
+        extra = extra.masked_fill(is_first, 0)
     last = (extra + 1).cumsum(0) - 1  # where each kept value stands among the entries
     source = torch.repeat_interleave(extra + 1)
     back = last[source] - torch.arange(len(source), device=row.device)  # 0 for the kept value itself
-    between = before[source] + LONGEST * (extra[source] - back + 1)
+    between = before[source] + longest * (extra[source] - back + 1)
     is_between = back > 0
     columns = torch.where(is_between, between, column[source])
-    return row[source], columns, values[source].masked_fill(is_between, 0)
+    return row[source], columns, values[source].masked_fill(is_between, nothing or 0)
 
 
 def _table(counts: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ template <int BYTES> struct Words { u32 w[BYTES > 4 ? BYTES / 4 : 1]; };
 
 template <int BYTES> __device__ Words<BYTES> words_at(u32 shared) {
   Words<BYTES> r;
+  if constexpr (BYTES == 2)
+    asm volatile("{.reg .u16 a; ld.shared.u16 a, [%1]; cvt.u32.u16 %0, a;}" : "=r"(r.w[0]) : "r"(shared));
   if constexpr (BYTES == 4) r.w[0] = word_at(shared);
   if constexpr (BYTES == 8)
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "r"(shared));
@@ -489,6 +491,209 @@ coded_dense(const uint4* data, const int* starts, typename Kind<TYPE>::type* out
       }
       if (row < rows) put_eight(out + (u64)row * width + column, v, column, width);
     }
+  }
+}
+
+// ---- Coded gaps: a lane computes 128 columns of a row, with all of x in shared memory --------------------------------
+//
+// coded_gaps.py says what a tile holds. The 128 columns of x that a lane reads begin 16 banks after those that the lanes
+// of the other half read. An entry's byte v << 3 in the middle of the float 4096 makes it 4096 + v.
+
+// bytes from the columns of one group, of BYTES each, to the next ones; entries that are nothing read up to 128 columns
+// behind their group
+template <int BYTES> struct Groups { static constexpr int STRIDE = 128 * BYTES + 64, BEHIND = 128 * BYTES; };
+
+// sums plus a word's four entries; the first is `offset` columns and its step after `at`. Returns `at` plus the steps.
+// `magic` has the bits of 4096
+template <int TYPE, int SIZE, int N> __device__ u32 add_word(float* sums, u32 word, u32 at, int offset, u32 magic) {
+  constexpr int BYTES = N * SIZE;
+  const u32 steps = word & 0x07070707u, values = word & 0xf8f8f8f8u;
+  u32 here = at;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    here = dot4(steps, (BYTES * 0x01010101u) >> (24 - 8 * i), at);
+    const Words<BYTES> numbers = words_at<BYTES>(here + (offset + i) * BYTES);
+    const float value = __uint_as_float(__byte_perm(values, magic, 0x7604 + 16 * i)) - 4111.f;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      if constexpr (SIZE == 4) sums[n] += value * __uint_as_float(numbers.w[n]);
+      else sums[n] += value * (n % 2 ? high<TYPE>(numbers.w[n / 2]) : low<TYPE>(numbers.w[n / 2]));
+    }
+  }
+  return here;
+}
+
+// x, (N, width), to shared memory as numbers of SIZE bytes, a column's N side by side, with zeros between and behind
+// groups; of each thread BATCH reads are on their way at a time
+template <int TYPE, int SIZE, int N, int THREADS>
+__device__ void put_columns(u8* memory, const typename Kind<TYPE>::type* x, int width, int groups) {
+  typedef typename Kind<TYPE>::type T;
+  constexpr int BYTES = N * SIZE, STRIDE = Groups<BYTES>::STRIDE, BEHIND = Groups<BYTES>::BEHIND;
+  constexpr int EACH = 16 / sizeof(T), BATCH = 4;
+  auto place = [&](int k) { return memory + (k >> 7) * STRIDE + (k & 127) * BYTES; };
+  if (N == 1 && width % EACH == 0) {
+    for (int first = threadIdx.x * EACH; first < groups * 128; first += BATCH * THREADS * EACH) {
+      uint4 w[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int k = first + i * THREADS * EACH;
+        w[i] = k < width ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int k = first + i * THREADS * EACH;
+        if (k >= groups * 128) break;
+        if constexpr (SIZE == sizeof(T)) {
+          *(uint4*)place(k) = w[i];
+        } else {
+          float4* to = (float4*)place(k);
+          to[0] = make_float4(low<TYPE>(w[i].x), high<TYPE>(w[i].x), low<TYPE>(w[i].y), high<TYPE>(w[i].y));
+          to[1] = make_float4(low<TYPE>(w[i].z), high<TYPE>(w[i].z), low<TYPE>(w[i].w), high<TYPE>(w[i].w));
+        }
+      }
+    }
+  } else {
+    for (int first = threadIdx.x; first < groups * 128; first += BATCH * THREADS) {
+      T numbers[BATCH][N];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          const int k = first + i * THREADS;
+          numbers[i][n] = k < width ? x[(u64)n * width + k] : 0;
+        }
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int k = first + i * THREADS;
+        if (k >= groups * 128) break;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+          if constexpr (SIZE == sizeof(T)) ((T*)place(k))[n] = numbers[i][n];
+          else ((float*)place(k))[n] = low<TYPE>(numbers[i][n]);
+        }
+      }
+    }
+  }
+  for (int k = threadIdx.x; k < groups * 16; k += THREADS)
+    *(u32*)(memory + (k >> 4) * STRIDE + 128 * BYTES + (k & 15) * 4) = 0;
+  for (int k = threadIdx.x; k < BEHIND / 4; k += THREADS) *(u32*)(memory + groups * STRIDE + 4 * k) = 0;
+}
+
+// a block computes 16 rows after another, and a warp some neighbouring tiles of them, whose data is in one piece; AHEAD
+// words of each lane are on their way, also of the next 16 rows. SIZE is the bytes of a number of x in shared memory:
+// those of its type or, as float32, 4. x is (N, width), and begins at a multiple of 16 bytes
+template <int TYPE, int SIZE, int N, int WARPS, int AHEAD>
+__global__ void __launch_bounds__(WARPS * 32, WARPS > 16 ? 2 : 1)
+coded_gap_product(const u32* data, const int* starts, const typename Kind<TYPE>::type* x,
+                  const typename Kind<TYPE>::type* bias, typename Kind<TYPE>::type* y, int rows, int width, int tiles) {
+  extern __shared__ __align__(128) u8 memory[];
+  constexpr int BYTES = N * SIZE, STRIDE = Groups<BYTES>::STRIDE, SUMS = WARPS * 16 * N, HEAD = 2 * SUMS * 4;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, blocks = (rows + 15) / 16;
+  const int first = warp * tiles / WARPS, last = (warp + 1) * tiles / WARPS;
+  const u32 magic = 0x45800000u ^ (u32)(rows >> 31);  // which the compiler does not know, so that it is in a register
+  int begin = 0, end = 0;  // the warp's tiles of the next 16 rows
+  auto look = [&](int block) {
+    begin = block < blocks ? starts[(u64)block * tiles + first] : 0;
+    end = block < blocks ? starts[(u64)block * tiles + last] : 0;
+  };
+  const u32* from = data;
+  int rest = 0;  // words of each lane from here to the end of the last tile
+  auto enter = [&]() { from = data + (u64)begin * 4 + lane, rest = (end - begin) / 8; };
+  u32 head = 0, next[AHEAD] = {};
+  look(blockIdx.x), enter();
+  if (rest > 0) head = __ldcs(from);
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++)
+    if (1 + i < rest) next[i] = __ldcs(from + 32 + 32 * i);
+  look(blockIdx.x + gridDim.x);
+  put_columns<TYPE, SIZE, N, WARPS * 32>(memory + HEAD, x, width, 2 * tiles);
+  __syncthreads();
+
+  float* total = (float*)memory;  // (warps, 16 rows, vectors), twice: one is read while the other is written
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
+    float sums[N] = {};
+    u32 columns = address(memory) + HEAD + (2 * first + (lane >> 4)) * STRIDE;
+    for (int tile = first; tile < last; tile++) {
+      const float scale = high<0>(head) * .5f;
+      float part[N] = {};
+      u32 column = columns;
+      int left = head & 0xffff;  // words
+      from += 32;
+      rest -= left + 1;
+      auto add = [&](int coming) {  // the words that are there, each followed by one of those to come
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+          const u32 word = next[i];
+          if (i < coming) next[i] = __ldcs(from + 32 * (AHEAD + i));
+          column = add_word<TYPE, SIZE, N>(part, word, column, 4 * i, magic);
+        }
+        from += 32 * AHEAD, left -= AHEAD, column += 4 * AHEAD * BYTES;
+      };
+      while (left >= 2 * AHEAD) add(AHEAD);
+      if (left > AHEAD) add(left - AHEAD);
+      from += 32 * left;  // to the next tile
+      if (tile + 1 == last) enter(), look(block + 2 * gridDim.x);
+      if (rest > 0) head = __ldcs(from);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        const u32 word = next[i];
+        if (1 + i < rest) next[i] = __ldcs(from + 32 + 32 * i);
+        if (i < left) column = add_word<TYPE, SIZE, N>(part, word, column, 4 * i, magic);
+      }
+#pragma unroll
+      for (int n = 0; n < N; n++) sums[n] += part[n] * scale;
+      columns += 2 * STRIDE;
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      sums[n] += __shfl_xor_sync(~0u, sums[n], 16);
+      if (lane < 16) total[(warp * 16 + lane) * N + n] = sums[n];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * N; i += WARPS * 32) {
+      const int row = block * 16 + (i & 15), vector = i >> 4;
+      if (row >= rows) continue;
+      float sum = bias ? number<TYPE>(bias + row) : 0.f;
+      for (int w = 0; w < WARPS; w++) sum += total[(w * 16 + (i & 15)) * N + vector];
+      put<TYPE>(y + (u64)vector * rows + row, sum);
+    }
+    total = (float*)memory + (total == (float*)memory ? SUMS : 0);
+  }
+}
+
+// the matrix with its zeros, a warp for each tile, which is in shared memory before it is written
+template <int TYPE, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32)
+coded_gap_dense(const u32* data, const int* starts, typename Kind<TYPE>::type* out, int rows, int width, int tiles,
+                int num_tiles) {
+  typedef typename Kind<TYPE>::type T;
+  extern __shared__ __align__(128) u8 memory[];
+  constexpr int WIDE = 256 + 8, QUADS = 16 * WIDE * sizeof(T) / 16;
+  const int lane = threadIdx.x & 31, tile = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  if (tile >= num_tiles) return;
+  uint4* quad = (uint4*)memory + (threadIdx.x >> 5) * QUADS;
+  T* matrix = (T*)quad;
+  for (int k = lane; k < QUADS; k += 32) quad[k] = make_uint4(0, 0, 0, 0);
+  __syncwarp();
+  data += (u64)starts[tile] * 4 + lane;
+  const u32 head = data[0];
+  const float scale = high<0>(head) * .5f;
+  T* mine = matrix + (lane & 15) * WIDE + (lane >> 4) * 128 - 1;
+  for (int k = head & 0xffff; k; k--) {
+    data += 32;
+    const u32 word = __ldcs(data);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int value = word >> (8 * i + 3) & 31;
+      mine += (word >> (8 * i) & 7) + 1;
+      if (value != 15) put<TYPE>(mine, scale * (value - 15));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 16; r++) {
+    const int row = tile / tiles * 16 + r, column = tile % tiles * 256 + lane * 8;
+    if (row < rows) put_eight(out + (u64)row * width + column, matrix + r * WIDE + lane * 8, column, width);
   }
 }
 

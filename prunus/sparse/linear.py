@@ -16,14 +16,15 @@ from ..eligible import is_conv1d
 from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
 from ..ops.grid import Grid
 from .choose import forms_of, groups_of
-from .coded_tiles import BITS, CodedTiles, check_coded_tiles, coded_tiles_of_dense, scales_of
-from .gaps import Gaps, check_gaps, gaps_of_dense, joined_gaps
+from .coded_gaps import coded_gaps_of_dense
+from .coded_tiles import BITS, coded_tiles_of_dense
+from .gaps import Gaps, gaps_of_dense, joined_gaps
 from .model_layers import check_values, chosen, linear_weight, why_not
-from .product import DTYPES, Form, check_device, dense, form_of, operator, product
+from .product import DTYPES, CodedForm, Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
 from .tiles import ROWS as TILE_ROWS
-from .tiles import TileForm, Tiles, check_tiles, joined_tiles, stage_of, tiles_of_dense
-from .times import WeightKind, kind_of, scales_of_codes
+from .tiles import TileForm, Tiles, joined_tiles, stage_of, tiles_of_dense
+from .times import CODED_FORMS, WeightKind, kind_of, scales_of_codes
 
 MOST_MISSES = 2  # fused products that some layer had no use for, before they are given up
 NOTHING: tuple[Tensor | None, int | None, Any, dict[int, Tensor]] = (None, None, None, {})
@@ -84,7 +85,7 @@ class SparseLinear(nn.Module):
         same = all(part is getattr(form, name) for part, name in zip(parts, form.PARTS, strict=True))
         if same and self.like.dtype == form.dtype and self.bias is self.fast[1]:
             return
-        fused, is_coded = self.fused, isinstance(form, CodedTiles)  # codes have values of any type
+        fused, is_coded = self.fused, isinstance(form, CodedForm)  # codes have values of any type
         dtype = self.like.dtype if is_coded else form.dtype
         self._set(form_of(parts, form.shape, dtype, getattr(form, "stage", 0)))
         if isinstance(form, Tiles) and self.like.dtype != form.dtype:
@@ -124,7 +125,8 @@ class SparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         size = self.form.nbytes / max(1, self.in_features * self.out_features * self.form.dtype.itemsize)
-        kind = f"codes of {BITS} bits" if isinstance(self.form, CodedTiles) else type(self.form).__name__.lower()
+        is_coded = isinstance(self.form, CodedForm)
+        kind = f"codes of {BITS} bits" if is_coded else type(self.form).__name__.lower()
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, {size:.1%} of the bytes"
 
 
@@ -178,19 +180,9 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
         raise ValueError(
             f"{prefix.rstrip('.')} is kept as {wanted}, but its state has {got}; sparsify_ a model like it"
         )
-    check_form(new)
+    new.check()
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
-
-
-def check_form(form: Form) -> None:
-    """ValueError unless every place that a product would read exists."""
-    if isinstance(form, CodedTiles):
-        check_coded_tiles(form)
-    elif isinstance(form, Tiles):
-        check_tiles(form)
-    else:
-        check_gaps(form)
 
 
 def _take_buffers(layer: SparseLinear, *_: Any) -> None:
@@ -306,9 +298,9 @@ def sparsify_(
 
 def form_in(way: str, weight: Tensor, scales: Tensor | None = None) -> Form:
     """A weight (out, in) in the form of this name; one of codes needs its scales."""
-    if way == "coded":
+    if way in CODED_FORMS:
         assert scales is not None
-        return coded_tiles_of_dense(weight, scales)
+        return (coded_tiles_of_dense if way == "coded" else coded_gaps_of_dense)(weight, scales)
     return tiles_of_dense(weight) if way == "tiles" else gaps_of_dense(weight)
 
 
@@ -319,7 +311,7 @@ def replace_(model: nn.Module, name: str, form: Form) -> None:
     layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
     layer.origin = (linear, _Parameters(linear))  # in a tuple, it is no part of the model
     linear._parameters.update(weight=None, bias=None)
-    if isinstance(form, CodedTiles):
+    if isinstance(form, CodedForm):
         take_off_grid_(linear, "weight")
     setattr(model.get_submodule(parent), last, layer)
 
@@ -378,8 +370,8 @@ def unsparsify_(model: nn.Module) -> list[str]:
         linear, parameters = layer.origin
         linear.weight = parameters.again("weight", layer.weight.t().contiguous() if is_conv1d(linear) else layer.weight)
         on_grid = grid_of(linear)
-        if isinstance(layer.form, CodedTiles):
-            on_grid = OnGrid(Grid(BITS, outputs=(1,) if is_conv1d(linear) else (0,)), scales_of(layer.form))
+        if isinstance(layer.form, CodedForm):
+            on_grid = OnGrid(Grid(BITS, outputs=(1,) if is_conv1d(linear) else (0,)), layer.form.scales())
         if on_grid is not None:
             put_on_grid_(linear, "weight", on_grid)
         linear._parameters["bias"] = None if layer.bias is None else parameters.again("bias", layer.bias)

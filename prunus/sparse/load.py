@@ -20,6 +20,7 @@ from ..grids import OnGrid, put_on_grid_
 from ..ops.grid import decoded
 from ..ops.machine import device_of
 from .choose import forms_of
+from .coded_gaps import coded_gaps_of
 from .coded_tiles import can_code, coded_tiles_of
 from .gaps import WIDEST, gaps_of
 from .linear import form_in, group_, replace_, sparsify_
@@ -27,7 +28,7 @@ from .model_layers import chosen
 from .product import DTYPES as PRODUCT_DTYPES
 from .product import Form, check_device
 from .tiles import tiles_of
-from .times import WeightKind, kind_of, scales_of_codes
+from .times import CODED_FORMS, WeightKind, kind_of, scales_of_codes
 
 
 def load_packed(
@@ -102,8 +103,8 @@ def _form(way: str, layer: nn.Module, source: str, tensors: Tensors, device: tor
     if record.layout.encoding == CODES:
         kept = tensors.read_coded(source, device)
         put_on_grid_(layer, "weight", OnGrid(kept.grid, kept.scales))
-        if way == "coded" and not is_transposed:
-            return coded_tiles_of(kept, DTYPES[record.dtype])
+        if way in CODED_FORMS and not is_transposed:
+            return (coded_tiles_of if way == "coded" else coded_gaps_of)(kept, DTYPES[record.dtype])
         weight = decoded(kept, DTYPES[record.dtype])
         return form_in(way, weight.t() if is_transposed else weight, kept.scales)
     if record.layout.encoding == DENSE or is_transposed:

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops.wide_products import wide_products
-from . import _cuda, _nvrtc, coded_tiles, tiles
+from . import _cuda, _nvrtc, tiles
+from .coded_gaps import CodedGaps
 from .coded_tiles import CodedTiles
 from .gaps import Gaps, gaps_of_dense, row_blocks, slots_of
 from .tiles import TileForm, Tiles
 
-Form = Gaps | Tiles | CodedTiles
+CodedForm = CodedTiles | CodedGaps
+Form = Gaps | Tiles | CodedForm
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INPUT_DTYPES = (*DTYPES, torch.float64)  # of vectors, whatever the type of the matrix
 MOST = 16  # vectors that the kernel takes at a time; with more, the dense product is faster
@@ -29,30 +31,14 @@ MOST_TRITON = 4  # where there is no CUDA kernel
 MOST_CPU = 4  # vectors that a CPU multiplies one by one; with more, making a dense copy pays
 
 
-def dense_reference(gaps: Gaps) -> Tensor:
-    """The matrix with its zeros."""
-    num_rows, width = gaps.shape
-    flat = torch.zeros(num_rows * width + 1, dtype=gaps.values.dtype, device=gaps.values.device)
-    for first, last in row_blocks(num_rows, width) if len(gaps.values) else ():
-        slots = slots_of(gaps, first, last)
-        place = slots.column + (slots.row * width)[:, None, None, None]
-        place.masked_fill_(~slots.is_entry, num_rows * width)  # what is no entry goes behind the matrix
-        flat.scatter_(0, place.view(-1), slots.value.reshape(-1))
-    return flat[:-1].view(num_rows, width)
-
-
 def dense(form: Form) -> Tensor:
-    """The matrix with its zeros: ``dense_reference`` of its form, bit for bit."""
+    """The matrix with its zeros, by kernels on a GPU; bit for bit what the form gives."""
     is_cuda = form.device.type == "cuda"
     if is_cuda and _nvrtc.is_there() and form.dtype in _cuda.TYPES:
         matrix = _cuda.tile_dense(form) if isinstance(form, TileForm) else _cuda.gap_dense(form)
         if matrix is not None:
             return matrix
-    if isinstance(form, CodedTiles):
-        return coded_tiles.dense_reference(form)
-    if isinstance(form, Tiles):
-        return tiles.dense_reference(form)
-    return _kernels().dense(form) if is_cuda else dense_reference(form)
+    return _kernels().dense(form) if is_cuda and isinstance(form, Gaps) else form.dense()
 
 
 def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
@@ -96,7 +82,7 @@ def check_input(x: Tensor, shape: Sequence[int], device: torch.device) -> None:
         raise ValueError(f"a sparse layer on {device} got a tensor on {x.device}; move one of them with .to()")
 
 
-def _one_by_one(x: Tensor, form: Gaps | CodedTiles, bias: Tensor | None, num: int) -> Tensor:
+def _one_by_one(x: Tensor, form: Gaps | CodedForm, bias: Tensor | None, num: int) -> Tensor:
     """The product on a CPU, vector after vector."""
     num_rows, width = form.shape
     matrix, vectors = csr_of(form), x if x.dtype == torch.float32 else x.float()
@@ -114,6 +100,9 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> _cuda.Product | None:
     if x.dtype == torch.float64:
         return None
     index = x.get_device()
+    if isinstance(form, CodedGaps):
+        is_taken = x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_coded_at_once(form, index) > 0
+        return _cuda.coded_gap_product(form, num, index) if is_taken else None
     if isinstance(form, TileForm):
         is_taken = x.dtype == form.dtype and x.dtype in tiles.DTYPES and _cuda.can_tile(x.device)
         return _cuda.tile_product(form, num, index) if is_taken else None
@@ -149,13 +138,13 @@ def check_device(device: torch.device) -> None:
         raise ValueError(f"sparse products run on CUDA devices and CPUs, but the model is on {device}; move it there")
 
 
-def csr_of(form: Gaps | CodedTiles) -> Tensor:
+def csr_of(form: Gaps | CodedForm) -> Tensor:
     """The matrix in torch's CSR form with 32-bit indices and float32 values, kept as long as its form."""
     key = form.values if isinstance(form, Gaps) else form.data
     about = form.dtype, None if key.is_inference() else key._version
     known = _CSR.get(key)
     if known is None or known[0] != about:
-        gaps = form if isinstance(form, Gaps) else gaps_of_dense(coded_tiles.dense_reference(form))
+        gaps = form if isinstance(form, Gaps) else gaps_of_dense(form.dense())
         known = _CSR[key] = about, _new_csr(gaps)
     return known[1]
 
@@ -179,11 +168,11 @@ def _new_csr(gaps: Gaps) -> Tensor:
 
 
 def form_of(parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, stage: int) -> Form:
-    """The form whose tensors these are: tiles have two, of bytes if they have codes, and the gap form has four."""
+    """The form whose tensors these are: tiles have two, whose type says what they hold, and the gap form has four."""
     num_rows, width = shape
     if len(parts) == 2:
         data, starts = parts
-        kind = CodedTiles if data.dtype == torch.uint8 else Tiles
+        kind = {torch.uint8: CodedTiles, torch.int32: CodedGaps}.get(data.dtype, Tiles)
         return kind(data, starts, (num_rows, width), dtype, stage)
     values, codes, heads, rows = parts
     return Gaps(values, codes, heads, rows, (num_rows, width))

@@ -26,8 +26,8 @@ def semi_structured_(
 
     Layers with half of their weights zero are taken: with ``only``, globs over names, those that match, and none that
     ``exclude`` matches. If one of them is not 2:4, a ValueError names it, and the model is as it was. Run it under CUDA
-    graphs: where the host launches each product, cuSPARSELt plans it anew, for about half a millisecond, which only
-    large ones outlast.
+    graphs: without them cuSPARSELt plans each product again, which takes about half a millisecond and pays only for
+    large ones.
     """
     layers = {name: layer for name, layer in chosen(model, only, exclude).items() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():

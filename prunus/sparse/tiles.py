@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # weights packed at a time
 
 @dataclass(frozen=True)
 class TileForm:
-    """A matrix (out, in) in tiles, those of the first 16 rows first; ``Tiles`` and ``CodedTiles`` are such forms."""
+    """A matrix (out, in) in tiles, those of the first 16 rows first; as ``Tiles`` and the forms of codes are."""
 
     data: Tensor  # integers: bits and values as they are, so that no change of type touches them
     starts: Tensor  # (tiles + 1,), int32: the first unit of 16 bytes of each tile, and where the last one ends
@@ -36,6 +36,7 @@ class TileForm:
     launches: Launches = field(default_factory=Launches, repr=False, compare=False)
 
     PARTS = ("data", "starts")
+    TILE_COLUMNS = COLUMNS
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +49,7 @@ class TileForm:
     @property
     def across(self) -> int:
         """Tiles of 16 rows."""
-        return -(-self.shape[1] // COLUMNS)
+        return -(-self.shape[1] // self.TILE_COLUMNS)
 
     def clone(self: "Form") -> "Form":
         return replace(self, data=self.data.clone(), starts=self.starts.clone(), launches=Launches())
@@ -61,6 +62,22 @@ Form = TypeVar("Form", bound=TileForm)
 class Tiles(TileForm):
     """Tiles of bits and 16-bit values; ``data`` is (units * UNIT,), int16."""
 
+    def dense(self) -> Tensor:
+        """The matrix with its zeros."""
+        num_rows, width = self.shape
+        if not num_rows * width:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.data.device)
+        start = self.starts[:-1].long()[:, None] * UNIT
+        keep = keep_of(self).permute(0, 2, 4, 3, 1, 5).reshape(-1, TILE)
+        flat = torch.zeros_like(keep, dtype=torch.int16)
+        flat[keep] = self.data[(start + HEAD * UNIT - 1 + keep.cumsum(1))[keep]]
+        axes = flat.view(-1, self.across, 2, 2, 2, 2, 8, 4, 4).permute(0, 3, 6, 1, 2, 4, 7, 5, 8)
+        matrix = axes.reshape(-1, self.across * COLUMNS)
+        return matrix[:num_rows, :width].contiguous().view(self.dtype)
+
+    def check(self) -> None:
+        check_tiles(self, HEAD, UNIT, torch.int16)
+
 
 def tiles_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Tiles:
     """The matrix of ``shape`` that keeps ``values``, in row-major order, where the bits of ``packed`` are set."""
@@ -68,10 +85,12 @@ def tiles_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Tiles:
     return Tiles(*joined_parts(parts, torch.empty(0, dtype=torch.int16, device=values.device), shape, values.dtype))
 
 
-def row_parts(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The first of some rows, their values with zeros, and which are kept; about ``CHUNK`` weights at a time."""
+def row_parts(
+    packed: Tensor, values: Tensor, shape: Sequence[int], chunk: int = CHUNK
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The first of some rows, their values with zeros, and which are kept; about ``chunk`` weights at a time."""
     (num_rows, width), used = shape, 0
-    step = max(ROWS, CHUNK // max(1, width) // ROWS * ROWS)
+    step = max(ROWS, chunk // max(1, width) // ROWS * ROWS)
     for first in range(0, num_rows if width else 0, step):
         last = min(first + step, num_rows)
         keep = bits.unpack(packed[first * width // 8 : bits.num_bytes(last * width)], (last - first, width))
@@ -105,21 +124,7 @@ def joined_tiles(parts: Sequence[Form]) -> tuple[Form, list[Form]]:
     return whole, [replace(part, data=view, launches=Launches()) for part, view in zip(parts, views, strict=True)]
 
 
-def dense_reference(tiles: Tiles) -> Tensor:
-    """The matrix with its zeros."""
-    num_rows, width = tiles.shape
-    if not num_rows * width:
-        return torch.zeros(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
-    start = tiles.starts[:-1].long()[:, None] * UNIT
-    keep = keep_of(tiles).permute(0, 2, 4, 3, 1, 5).reshape(-1, TILE)
-    flat = torch.zeros_like(keep, dtype=torch.int16)
-    flat[keep] = tiles.data[(start + HEAD * UNIT - 1 + keep.cumsum(1))[keep]]
-    axes = flat.view(-1, tiles.across, 2, 2, 2, 2, 8, 4, 4).permute(0, 3, 6, 1, 2, 4, 7, 5, 8)
-    matrix = axes.reshape(-1, tiles.across * COLUMNS)
-    return matrix[:num_rows, :width].contiguous().view(tiles.dtype)
-
-
-def check_tiles(tiles: TileForm, head: int = HEAD, in_unit: int = UNIT, dtype: torch.dtype = torch.int16) -> None:
+def check_tiles(tiles: TileForm, head: int, in_unit: int, dtype: torch.dtype) -> None:
     """ValueError unless every place that a product would read exists: for tiles that come from a file.
 
     A tile has ``head`` units before its values, of which a unit holds ``in_unit``.

@@ -1,7 +1,7 @@
 """How long products take on the machine at hand, dense and sparse: measured once, then read from a file.
 
-The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``. It is for one device and one
-version of torch and of this package; a file of others, or one that is damaged, is measured anew.
+The file is ``prunus/times-DEVICE.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``. It is for one device, one version
+of torch and of this package, and its forms; a file of others, or one that is damaged, is measured anew.
 """
 
 import os
@@ -25,12 +25,15 @@ from ..ops.grid import GROUP, Grid
 from ..ops.wide_products import wide_products
 from . import semi_structured, tiles
 from ._cuda import can_tile
+from .coded_gaps import coded_gaps_of_dense
 from .coded_tiles import BITS, can_code, coded_tiles_of_dense
 from .gaps import Gaps, gaps_of_dense
 from .product import MOST, MOST_CPU, Form, csr_of, product
 
 Call = Callable[[], object]
 Times = dict[str, float]  # microseconds in each format
+CODED_FORMS = ("coded", "coded gaps")
+FORMS = ("gaps", "tiles", *CODED_FORMS)
 WORTH = 1.03  # times faster: less is noise
 LEVEL = 0.05  # sparsities are rounded to multiples of it
 LEAST_CALLS = 16  # in one CUDA graph
@@ -155,7 +158,8 @@ def _cpu_name() -> str:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    return {"device": machine_name(device), "torch": str(torch.__version__), "prunus": __version__}
+    versions = {"device": machine_name(device), "torch": str(torch.__version__), "prunus": __version__}
+    return versions | {"forms": ", ".join(FORMS)}
 
 
 @cache
@@ -173,14 +177,13 @@ def _table(path: Path, device: str) -> dict[str, Times]:
 def _is_times(value: object) -> bool:
     return (
         isinstance(value, dict)
-        and {"dense", "gaps"} <= set(value) <= {"dense", "gaps", "tiles", "coded", "2:4"}
+        and {"dense", "gaps"} <= set(value) <= {"dense", *FORMS, "2:4"}
         and all(isinstance(us, float) and 0 < us < 1e12 for us in value.values())
     )
 
 
 def formats_of(weight: Tensor, scales: Tensor | None = None) -> dict[str, WeightFormat]:
     """The formats that this weight can have on its device; with its ``scales``, as codes too."""
-    gaps = gaps_of_dense(weight)
 
     def dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
         def multiply(x: Tensor) -> Tensor:
@@ -194,16 +197,14 @@ def formats_of(weight: Tensor, scales: Tensor | None = None) -> dict[str, Weight
             csr_of(form)  # made once for a layer, not for a product
         return lambda x: product(x, form)
 
-    formats = {
-        "dense": WeightFormat(weight.nbytes, lambda: dense(weight.clone())),
-        "gaps": WeightFormat(gaps.nbytes, lambda: sparse(gaps.clone())),
-    }
+    forms: dict[str, Form] = {"gaps": gaps_of_dense(weight)}
     if can_tile(weight.device) and weight.dtype in tiles.DTYPES:
-        tiled = tiles.tiles_of_dense(weight)
-        formats["tiles"] = WeightFormat(tiled.nbytes, lambda: sparse(tiled.clone()))
-    if "tiles" in formats and scales is not None:
-        coded = coded_tiles_of_dense(weight, scales)
-        formats["coded"] = WeightFormat(coded.nbytes, lambda: sparse(coded.clone()))
+        forms["tiles"] = tiles.tiles_of_dense(weight)
+        if scales is not None:
+            forms |= {"coded": coded_tiles_of_dense(weight, scales), "coded gaps": coded_gaps_of_dense(weight, scales)}
+    formats = {"dense": WeightFormat(weight.nbytes, lambda: dense(weight.clone()))}
+    for way, form in forms.items():
+        formats[way] = WeightFormat(form.nbytes, lambda form=form: sparse(form.clone()))
     if semi_structured.can_run(weight.device) and semi_structured.why_not(weight) is None:
         packed_bytes = weight.nbytes * 9 // 16  # half of the values, two bits for each
         formats["2:4"] = WeightFormat(packed_bytes, lambda: dense(torch.sparse.to_sparse_semi_structured(weight)))
@@ -219,7 +220,7 @@ def measured(weight: Tensor, vectors: int, scales: Tensor | None = None) -> Time
         copies = [form.copy() for _ in range(num_copies(form.num_bytes))]
         times[label] = microseconds([partial(copy, x) for copy in copies], weight.device)
     if vectors > (MOST if weight.is_cuda else MOST_CPU):  # of a dense copy, so that what looks faster is noise
-        times |= {form: max(us, times["dense"]) for form, us in times.items() if form in ("gaps", "tiles", "coded")}
+        times |= {form: max(us, times["dense"]) for form, us in times.items() if form in FORMS}
     return times
 
 

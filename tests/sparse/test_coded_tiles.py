@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from causal_models import causal_model
+from coded_weights import GRID, LEVELS, RAGGED, SHAPES, close, sparse
 from torch import nn
 from torch.nn.functional import linear
 
@@ -17,71 +18,62 @@ from prunus.eligible import is_conv1d
 from prunus.grids import OnGrid, check_on_grid, grid_of, on_grids, put_on_grid_, take_off_grid_
 from prunus.ops.grid import Coded, Grid, coded, decoded
 from prunus.sparse import Decoder, load_packed, sparsify_, unsparsify_
-from prunus.sparse.coded_tiles import (
-    HEAD,
-    CodedTiles,
-    check_coded_tiles,
-    coded_tiles_of,
-    coded_tiles_of_dense,
-    dense_reference,
-    scales_of,
-)
+from prunus.sparse.coded_gaps import CodedGaps, coded_gaps_of, coded_gaps_of_dense
+from prunus.sparse.coded_tiles import HEAD, CodedTiles, coded_tiles_of, coded_tiles_of_dense
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.linear import FusedLinears, SparseLinear, can_join, form_in, replace_
 from prunus.sparse.product import dense, form_of, product
 from prunus.sparse.tiles import joined_tiles, tiles_of_dense
 from prunus.sparse.times import kind_of, rounded_to_grid, scales_of_codes
 
-SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 2048)]
-LEVELS = [0.0, 0.5, 0.8, 0.97, 1.0]
-GRID = Grid(4)
-
-
-def sparse(shape, level, device="cpu"):
-    """Random codes, some of them kept, with scales from tiny to large, and one empty row where there are several."""
-    own = torch.Generator().manual_seed(hash((shape, level)) % (1 << 31))
-    keep = torch.rand(shape, generator=own) >= level
-    if shape[0] > 1:
-        keep[shape[0] // 2] = False
-    codes = torch.randint(0, 16, shape, generator=own, dtype=torch.uint8)
-    scales = 2.0 ** torch.randint(-12, 3, (shape[0], -(-shape[1] // 128)), generator=own) * 1.25
-    weight = GRID.values(codes, scales, torch.float32) * keep
-    return coded(weight.to(device), scales.to(device), GRID)
-
 
 def words(tiles, dtype=torch.int64):
     return torch.cat([tiles.data, tiles.data.new_zeros(16)]).view(torch.int32).to(dtype) & 0xFFFFFFFF
 
 
+both = pytest.mark.parametrize("made", [coded_tiles_of, coded_gaps_of])
+FROM_DENSE = {coded_tiles_of: coded_tiles_of_dense, coded_gaps_of: coded_gaps_of_dense}
+
+
+@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_code_and_scale_comes_back(shape, level, dtype):
+@pytest.mark.parametrize("shape", [*SHAPES, *RAGGED])
+def test_every_code_and_scale_comes_back(shape, level, dtype, made):
     weight = sparse(shape, level)
-    tiles, expected = coded_tiles_of(weight, dtype), decoded(weight, dtype)
-    check_coded_tiles(tiles)
-    assert tiles.dtype == dtype and tiles.data.dtype == torch.uint8
-    assert torch.equal(dense_reference(tiles), expected) and torch.equal(dense(tiles), expected)
-    again = coded(expected, scales_of(tiles), GRID)
+    form, expected = made(weight, dtype), decoded(weight, dtype)
+    form.check()
+    assert form.dtype == dtype
+    assert torch.equal(form.dense(), expected) and torch.equal(dense(form), expected)
+    again = coded(expected, form.scales(), GRID)
     assert torch.equal(again.packed, weight.packed) and torch.equal(again.codes, weight.codes)
-    from_dense = coded_tiles_of_dense(expected, weight.scales)
-    assert torch.equal(from_dense.data, tiles.data) and torch.equal(from_dense.starts, tiles.starts)
+    from_dense = FROM_DENSE[made](expected, weight.scales)
+    assert torch.equal(from_dense.data, form.data) and torch.equal(from_dense.starts, form.starts)
 
 
-def test_it_takes_few_bytes():
-    for level, most in ((0.5, 3.18), (0.8, 1.98)):
-        weight = sparse((512, 4096), level)
-        assert 8 * coded_tiles_of(weight, torch.bfloat16).nbytes <= most * 512 * 4096
+@pytest.mark.parametrize(
+    ("made", "level", "most"),
+    [
+        (coded_tiles_of, 0.5, 3.18),
+        (coded_tiles_of, 0.8, 1.98),
+        (coded_gaps_of, 0.5, 5.2),
+        (coded_gaps_of, 0.8, 2.8),
+        (coded_gaps_of, 0.9, 2.1),
+    ],
+)
+def test_it_takes_few_bytes(made, level, most):
+    assert 8 * made(sparse((512, 4096), level), torch.bfloat16).nbytes <= most * 512 * 4096
 
 
-def test_joined_tiles_are_the_matrices_one_below_the_other():
+@both
+def test_joined_forms_are_the_matrices_one_below_the_other(made):
     weights = [sparse((rows, 300), 0.6) for rows in (32, 16, 64)]
-    whole, views = joined_tiles([coded_tiles_of(weight, torch.bfloat16) for weight in weights])
-    check_coded_tiles(whole)
-    assert isinstance(whole, CodedTiles)
-    assert torch.equal(dense_reference(whole), torch.cat([decoded(weight, torch.bfloat16) for weight in weights]))
+    whole, views = joined_tiles([made(weight, torch.bfloat16) for weight in weights])
+    whole.check()
+    assert type(whole) is type(views[0])
+    assert torch.equal(whole.dense(), torch.cat([decoded(weight, torch.bfloat16) for weight in weights]))
     for view, weight in zip(views, weights, strict=True):
-        assert torch.equal(dense_reference(view), decoded(weight, torch.bfloat16))
+        assert torch.equal(view.dense(), decoded(weight, torch.bfloat16))
         assert view.data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
 
 
@@ -95,23 +87,25 @@ def test_damaged_tiles_are_refused(part):
     else:
         tiles = CodedTiles(tiles.data.view(torch.int16), tiles.starts, tiles.shape, tiles.dtype, tiles.stage)
     with pytest.raises(ValueError, match="do not fit together"):
-        check_coded_tiles(tiles)
+        tiles.check()
 
 
-def test_a_form_is_known_by_its_parts():
-    tiles = coded_tiles_of(sparse((37, 200), 0.5), torch.bfloat16)
-    other = form_of([tiles.data, tiles.starts], [37, 200], torch.float16, tiles.stage)
-    assert isinstance(other, CodedTiles) and other.shape == (37, 200)
-    assert torch.equal(dense(other), dense(replace(tiles, dtype=torch.float16)))
+@both
+def test_a_form_is_known_by_its_parts(made):
+    form = made(sparse((37, 200), 0.5), torch.bfloat16)
+    other = form_of([form.data, form.starts], [37, 200], torch.float16, form.stage)
+    assert type(other) is type(form) and other.shape == (37, 200)
+    assert torch.equal(dense(other), dense(replace(form, dtype=torch.float16)))
 
 
+@both
 @pytest.mark.parametrize("num", [1, 3, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_on_a_cpu(dtype, num):
+def test_products_on_a_cpu(dtype, num, made):
     weight = sparse((40, 200), 0.5)
-    tiles, x, bias = coded_tiles_of(weight, dtype), torch.randn(num, 200).to(dtype), torch.randn(40).to(dtype)
+    form, x, bias = made(weight, dtype), torch.randn(num, 200).to(dtype), torch.randn(40).to(dtype)
     expected = linear(x.float(), decoded(weight, dtype).float(), bias.float())
-    assert torch.allclose(product(x, tiles, bias).float(), expected, rtol=0.02, atol=1e-3 * float(expected.abs().max()))
+    assert torch.allclose(product(x, form, bias).float(), expected, rtol=0.02, atol=1e-3 * float(expected.abs().max()))
 
 
 def permuted(a, b, selector):
@@ -170,20 +164,6 @@ def test_the_lanes_of_the_kernel_find_each_code(level, dtype):
     assert torch.equal(numbers - exact, decoded(weight, torch.float32))
 
 
-def close(y, x, weight, bias, dtype=torch.float64):
-    """Whether an output is as near to the product with the values of the codes as its type and float32 sums allow.
-
-    ``dtype`` is what the values are rounded to.
-    """
-    values = decoded(weight, dtype).double()
-    largest = weight.scales.double().repeat_interleave(128, 1)[:, : x.shape[1]] * 7.5
-    largest = largest * (values != 0).any(1, keepdim=True)  # a row without weights gives exactly its bias
-    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
-    size = x.double().abs() @ largest.t() + (0 if bias is None else bias.double().abs())
-    eps = torch.finfo(y.dtype).eps
-    return bool(((y.double() - exact).abs() <= eps * exact.abs() + 1e-5 * size + torch.finfo(y.dtype).tiny).all())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 11, 16, 17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -218,9 +198,9 @@ def test_float32_values_are_multiplied_by_a_dense_copy():
 # Layers
 
 
-def coded_layer(shape=(32, 200), level=0.5, dtype=torch.bfloat16, device="cpu"):
+def coded_layer(made, shape=(32, 200), level=0.5, dtype=torch.bfloat16, device="cpu"):
     weight = sparse(shape, level, device)
-    return weight, SparseLinear(coded_tiles_of(weight, dtype), torch.randn(shape[0]).to(device, dtype))
+    return weight, SparseLinear(made(weight, dtype), torch.randn(shape[0]).to(device, dtype))
 
 
 def on_grid_model(*shapes, level=0.6, dtype=torch.float32):
@@ -234,8 +214,9 @@ def on_grid_model(*shapes, level=0.6, dtype=torch.float32):
     return nn.Sequential(*layers)
 
 
-def test_a_layer_is_cast_and_keeps_its_codes():
-    weight, layer = coded_layer()
+@both
+def test_a_layer_is_cast_and_keeps_its_codes(made):
+    weight, layer = coded_layer(made)
     data = layer.form.data
     for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
         layer = layer.to(dtype)
@@ -245,9 +226,10 @@ def test_a_layer_is_cast_and_keeps_its_codes():
     assert "codes of 4 bits" in repr(layer)
 
 
-def test_a_layer_is_copied_saved_and_loaded_into_one_with_other_zeros(tmp_path):
-    weight, layer = coded_layer()
-    _, other = coded_layer(level=0.8)
+@both
+def test_a_layer_is_copied_saved_and_loaded_into_one_with_other_zeros(made, tmp_path):
+    weight, layer = coded_layer(made)
+    _, other = coded_layer(made, level=0.8)
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     other.load_state_dict(torch.load(tmp_path / "layer.pt"))
     x = torch.randn(2, 200).bfloat16()
@@ -255,8 +237,9 @@ def test_a_layer_is_copied_saved_and_loaded_into_one_with_other_zeros(tmp_path):
         assert torch.equal(each.weight, decoded(weight, torch.bfloat16)) and torch.equal(each(x), layer(x))
 
 
-def test_the_state_of_another_form_and_a_damaged_one_are_refused_and_nothing_is_lost():
-    weight, layer = coded_layer()
+@both
+def test_the_state_of_another_form_and_a_damaged_one_are_refused_and_nothing_is_lost(made):
+    weight, layer = coded_layer(made)
     state, tiled = layer.state_dict(), SparseLinear(tiles_of_dense(decoded(weight, torch.bfloat16)), layer.bias)
     for target, given in (
         (layer, tiled.state_dict()),
@@ -268,42 +251,44 @@ def test_the_state_of_another_form_and_a_damaged_one_are_refused_and_nothing_is_
         assert torch.equal(target.weight, decoded(weight, torch.bfloat16))
 
 
-def test_gradients_reach_the_input():
-    weight, layer = coded_layer(dtype=torch.float32)
+@both
+def test_gradients_reach_the_input(made):
+    weight, layer = coded_layer(made, dtype=torch.float32)
     x = torch.randn(3, 200, requires_grad=True)
     layer(x).sum().backward()
     assert torch.allclose(x.grad, decoded(weight, torch.float32).sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_layers_that_read_one_input_are_joined_and_go_where_they_go():
-    pairs = [coded_layer((rows, 200)) for rows in (32, 16, 48)]
+@both
+def test_layers_that_read_one_input_are_joined_and_go_where_they_go(made):
+    pairs = [coded_layer(made, (rows, 200)) for rows in (32, 16, 48)]
     layers = [layer for _, layer in pairs]
     assert can_join(layers)
     group, x = FusedLinears(layers), torch.randn(2, 200).bfloat16()
     for dtype in (torch.bfloat16, torch.float16):
         nn.ModuleList(layers).to(dtype)
-        assert isinstance(group.form, CodedTiles) and group.form.dtype == dtype
+        assert type(group.form) is type(layers[0].form) and group.form.dtype == dtype
         for weight, layer in pairs:
             assert layer.fused is group
             expected = linear(x.to(dtype).float(), decoded(weight, dtype).float(), layer.bias.float())
             assert torch.allclose(
                 layer(x.to(dtype)).float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max())
             )
-    _, ragged = coded_layer((37, 200))
+    _, ragged = coded_layer(made, (37, 200))
     assert not can_join([layers[0], ragged]) and not can_join(
         [layers[0], SparseLinear(gaps_of_dense(layers[1].weight))]
     )
 
 
 @pytest.mark.parametrize("change", [lambda model: model, deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("is_coded", [True, False])
-def test_a_model_comes_back_on_its_grids(is_coded, change):
+@pytest.mark.parametrize("way", ["coded", "coded gaps", None])
+def test_a_model_comes_back_on_its_grids(way, change):
     model = on_grid_model((24, 100), (16, 24))
     before, grids = {k: v.clone() for k, v in model.state_dict().items()}, on_grids(model)
-    if is_coded:
+    if way:
         for name in ("0", "1"):
             layer = model.get_submodule(name)
-            replace_(model, name, form_in("coded", layer.weight, grid_of(layer).scales))
+            replace_(model, name, form_in(way, layer.weight, grid_of(layer).scales))
     else:
         assert sparsify_(model, least=0.3) == ["0", "1"]
     model = change(model)
@@ -350,7 +335,8 @@ def test_a_file_of_codes_becomes_sparse_layers_that_give_the_same_model_back(tmp
         linear, _ = packed.get_submodule(layer).origin
         on_grid, weight = grid_of(linear), packed.get_submodule(layer).weight
         if bits == 4 and on_grid is not None:  # as on a GPU
-            packed.get_submodule(layer)._replace(form_in("coded", weight, scales_of_codes(weight, on_grid)))
+            way = "coded" if "q_proj" in layer else "coded gaps"
+            packed.get_submodule(layer)._replace(form_in(way, weight, scales_of_codes(weight, on_grid)))
             take_off_grid_(linear, "weight")
     assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
     unsparsify_(packed)
@@ -362,8 +348,8 @@ def test_a_file_of_codes_becomes_sparse_layers_that_give_the_same_model_back(tmp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-def test_the_decoder_writes_with_codes(tmp_path, compile):
+@pytest.mark.parametrize(("compile", "vectors"), [(False, 1), (True, 1), (True, 2)])
+def test_the_decoder_writes_with_codes(tmp_path, compile, vectors):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = causal_model("LlamaForCausalLM", sparsity=0.6, **sizes).to("cuda", torch.bfloat16)
     model.lm_head.weight.data.add_(0.01)  # it has no zeros
@@ -375,24 +361,27 @@ def test_the_decoder_writes_with_codes(tmp_path, compile):
     save_model(model, tmp_path / "small")
     ids = torch.randint(3, 64, (2, 7), device="cuda")
     logits = model(ids).logits.float()
-    names = sparsify_(model, least=0.3)
+    names = sparsify_(model, vectors=vectors, least=0.3)
     forms = [model.get_submodule(name).form for name in names]
-    assert forms and all(isinstance(form, CodedTiles) for form in forms)
+    kind = CodedGaps if vectors == 1 else CodedTiles
+    assert forms and all(isinstance(form, kind) for form in forms)
     assert model.get_submodule(names[0]).fused is not None
     assert (model(ids).logits.float() - logits).norm() < 0.05 * logits.norm()
     decoder = Decoder(model, compile=compile)
     texts = [decoder.generate(ids, max_new_tokens=20, eos_token_id=-1) for _ in range(2)]
     assert torch.equal(*texts) and torch.equal(texts[0][:, :7], ids)
     assert torch.equal(texts[0][:, 7], model(ids).logits[:, -1].argmax(-1))
-    dense, other = (load(tmp_path / "small", "cuda") for load in (load_model, partial(load_packed, least=0.3)))
-    assert isinstance(other.get_submodule(names[0]).form, CodedTiles)
+    packed = partial(load_packed, vectors=vectors, least=0.3)
+    dense, other = (load(tmp_path / "small", "cuda") for load in (load_model, packed))
+    assert isinstance(other.get_submodule(names[0]).form, kind)
     assert (other(ids).logits - dense(ids).logits).float().norm() < 0.05 * logits.norm()
     unsparsify_(model)
     assert torch.equal(model(ids).logits.float(), logits) and len(on_grids(model)) == len(names)
 
 
 @pytest.mark.gpu
-def test_compiled_a_layer_is_one_graph():
-    _, layer = coded_layer((64, 256), device="cuda")
+@both
+def test_compiled_a_layer_is_one_graph(made):
+    _, layer = coded_layer(made, (64, 256), device="cuda")
     x = torch.randn(3, 256, device="cuda").bfloat16()
     assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))

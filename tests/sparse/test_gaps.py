@@ -7,8 +7,7 @@ import torch
 
 from prunus.ops import bits
 from prunus.sparse import gaps
-from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, Gaps, check_gaps, gaps_of, gaps_of_dense, slots_of
-from prunus.sparse.product import dense_reference
+from prunus.sparse.gaps import BLOCK, LONGEST, UNIT, Gaps, gaps_of, gaps_of_dense, slots_of
 
 WORDS = {2: torch.int16, 4: torch.int32}
 SHAPES = [(1, 1), (3, 7), (16, 301), (9, 5000), (20, 2 * BLOCK), (2, 65536), (0, 5), (5, 0)]
@@ -43,8 +42,8 @@ def test_a_matrix_comes_back_bit_for_bit(shape, mask, dtype):
     keep, weight = matrix(shape, mask, dtype)
     form = gaps_of(bits.pack(keep), weight[keep], shape)
 
-    assert same(dense_reference(form), weight)
-    check_gaps(form)
+    assert same(form.dense(), weight)
+    form.check()
     assert form.nbytes == sum(t.nbytes for t in (form.values, form.codes, form.heads, form.rows))
 
 
@@ -56,7 +55,7 @@ def test_chunks_make_no_difference(mask, monkeypatch):
     parts = gaps_of(bits.pack(keep), weight[keep], weight.shape)
 
     assert all(torch.equal(getattr(whole, name), getattr(parts, name)) for name in ("values", "codes", "heads", "rows"))
-    assert same(dense_reference(parts), weight)
+    assert same(parts.dense(), weight)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3e38])
@@ -65,7 +64,7 @@ def test_kept_values_of_any_kind_stay(value):
     keep = torch.rand(3, 200) < 0.3
     weight[keep] = value
 
-    assert same(dense_reference(gaps_of(bits.pack(keep), weight[keep], weight.shape)), weight)
+    assert same(gaps_of(bits.pack(keep), weight[keep], weight.shape).dense(), weight)
 
 
 def test_a_row_is_a_list_of_entries_in_order_of_their_columns():
@@ -88,7 +87,7 @@ def test_it_takes_the_promised_part_of_the_dense_bytes(sparsity, most):
 
 def test_a_transposed_weight_is_taken_as_it_looks():
     weight = torch.randn(40, 30) * (torch.rand(40, 30) < 0.5)
-    assert same(dense_reference(gaps_of_dense(weight.t())), weight.t().contiguous() + 0.0)
+    assert same(gaps_of_dense(weight.t()).dense(), weight.t().contiguous() + 0.0)
 
 
 def test_what_does_not_fit_is_refused():
@@ -124,4 +123,4 @@ BROKEN |= {
 def test_forms_that_would_read_astray_are_refused(what):
     _, weight = matrix((4, 300), "half", torch.float32)
     with pytest.raises(ValueError, match="save it anew"):
-        check_gaps(BROKEN[what](gaps_of_dense(weight)))
+        BROKEN[what](gaps_of_dense(weight)).check()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prunus.sparse import _cuda, _nvrtc
+from prunus.sparse.coded_gaps import coded_gaps_of_dense
 from prunus.sparse.coded_tiles import coded_tiles_of_dense
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.tiles import COLUMNS, tiles_of_dense
@@ -20,8 +21,12 @@ def codes_of_dense(weight):
     return coded_tiles_of_dense(*rounded_to_grid(weight))
 
 
+def coded_gaps(weight):
+    return coded_gaps_of_dense(*rounded_to_grid(weight))
+
+
 TILES, GAPS = (tiles_of_dense, _cuda.tile_product), (gaps_of_dense, _cuda.gap_product)
-CODES = (codes_of_dense, _cuda.tile_product)
+CODES, CODED_GAPS = (codes_of_dense, _cuda.tile_product), (coded_gaps, _cuda.coded_gap_product)
 SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
@@ -34,13 +39,14 @@ def at(address, shape, dtype):
 class Driver:
     """The driver's launch, which multiplies a matrix of its own by the vectors that it is given."""
 
-    def __init__(self, weight, first):
-        self.weight, self.first = weight, first  # which of a kernel's arguments is x; the bias and y follow
+    def __init__(self, weight, form, first):
+        self.weight, self.form = weight, form
+        self.first = first  # which of a kernel's arguments is x; the bias and y follow
         self.stream, self.done, self.before, self.contexts = 0, [], lambda: 0, []
         self.cuLaunchKernelEx = SIGNATURE(self.launch)
 
     def kernel(self, name, device):
-        vectors = ctypes.c_void_p(int(name.split(", ")[1]))
+        vectors = ctypes.c_void_p(int(name.split(", ")[2 if name.startswith("coded_gap_product") else 1]))
         rest = {"stream_of": lambda device: self.stream, "resident": lambda threads, shared: 3}
         rest |= {"context": device, "check": self.check}
         found = SimpleNamespace(driver=self, device=device, function=vectors, **rest)
@@ -50,9 +56,12 @@ class Driver:
     def launch(self, config, vectors, pointers, _):
         if code := self.before():
             return code
-        cells = [ctypes.c_uint64.from_address(p).value for p in (ctypes.c_void_p * 9).from_address(pointers)]
+        num = 8 if self.form is CODED_GAPS[0] else 9
+        cells = [ctypes.c_uint64.from_address(p).value for p in (ctypes.c_void_p * num).from_address(pointers)]
         x, bias, y, num_rows, width = cells[self.first : self.first + 5]
-        if self.first == 2:  # of tiles, whose vectors are fewer than the kernel could take
+        if self.form is CODED_GAPS[0]:
+            assert x % 16 == 0 or vectors > 1 or width * self.weight.element_size() % 16
+        elif self.first == 2:  # of tiles, whose vectors are fewer than the kernel could take
             vectors = cells[8]
             assert x % 16 == 0 and width % COLUMNS == 0
         dtype = self.weight.dtype
@@ -83,7 +92,7 @@ def driver(monkeypatch):
 
     def new(form_of, shape=(37, 200), dtype=torch.bfloat16, most_shared=1 << 16):
         weight = torch.randn(shape).to(dtype).masked_fill_(torch.rand(shape) < 0.5, 0)
-        found = Driver(weight, 4 if form_of is gaps_of_dense else 2)
+        found = Driver(weight, form_of, 4 if form_of is gaps_of_dense else 2)
         monkeypatch.setattr(_nvrtc, "kernel", found.kernel)
         monkeypatch.setattr(_nvrtc, "most_shared", lambda device: most_shared)
         return found, form_of(weight)
@@ -98,9 +107,9 @@ def linear(x, weight, bias=None):
 @pytest.mark.parametrize("most_shared", [1 << 16, 2 * 3 * 200 * 4])  # the latter has room for a few vectors
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 11, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", [TILES, GAPS, CODES], ids=["tiles", "gaps", "codes"])
+@pytest.mark.parametrize("form", [TILES, GAPS, CODES, CODED_GAPS], ids=["tiles", "gaps", "codes", "coded gaps"])
 def test_every_vector_is_multiplied(form, dtype, num, most_shared, driver):
-    if form is not GAPS and dtype == torch.float32:
+    if form in (TILES, CODES) and dtype == torch.float32:
         pytest.skip("tiles have 16-bit numbers")
     for shape in ((37, 200), (48, 256), (1, 7)):
         found, matrix = driver(form[0], shape, dtype, most_shared)
@@ -115,12 +124,13 @@ def test_every_vector_is_multiplied(form, dtype, num, most_shared, driver):
     assert all(config[4] == 0 for config in found.done)
 
 
-def test_vectors_of_tiles_may_begin_anywhere(driver):
-    found, matrix = driver(tiles_of_dense, (40, 256))
+@pytest.mark.parametrize("form", [TILES, CODED_GAPS], ids=["tiles", "coded gaps"])
+def test_vectors_may_begin_anywhere(form, driver):
+    found, matrix = driver(form[0], (40, 256))
     long = torch.randn(600).bfloat16()
     for num, first in ((1, 1), (2, 3), (2, 8)):
         x = long[first : first + num * 256].view(num, 256)
-        assert torch.equal(_cuda.tile_product(matrix, num, 0)(x, matrix, None), linear(x, found.weight))
+        assert torch.equal(form[1](matrix, num, 0)(x, matrix, None), linear(x, found.weight))
 
 
 @pytest.mark.parametrize("form", [TILES, GAPS], ids=["tiles", "gaps"])

@@ -12,7 +12,7 @@ from prunus.sparse import SparseLinear
 from prunus.sparse.coded_tiles import coded_tiles_of_dense
 from prunus.sparse.gaps import gaps_of_dense
 from prunus.sparse.product import dense, product
-from prunus.sparse.tiles import check_tiles, dense_reference, joined_tiles, tiles_of, tiles_of_dense
+from prunus.sparse.tiles import joined_tiles, tiles_of, tiles_of_dense
 from prunus.sparse.times import rounded_to_grid
 
 SHAPES = [(16, 128), (1, 1), (37, 200), (64, 1032), (0, 5), (3, 0), (100, 130), (256, 4096)]
@@ -36,8 +36,8 @@ def sparse(shape, level, dtype, device="cpu"):
 def test_every_bit_comes_back(shape, level, dtype):
     weight = sparse(shape, level, dtype)
     tiles = tiles_of_dense(weight)
-    check_tiles(tiles)
-    assert torch.equal(dense_reference(tiles).view(torch.int16), weight.view(torch.int16))
+    tiles.check()
+    assert torch.equal(tiles.dense().view(torch.int16), weight.view(torch.int16))
     keep = weight != 0
     packed = tiles_of(bits.pack(keep), weight[keep], shape)
     assert torch.equal(packed.data, tiles.data) and torch.equal(packed.starts, tiles.starts)
@@ -47,7 +47,7 @@ def test_every_bit_comes_back(shape, level, dtype):
 def test_odd_values_are_kept_as_they_are():
     weight = torch.zeros(16, 128, dtype=torch.bfloat16)
     weight[0, :6] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, 3e38, -0.0])
-    back = dense_reference(tiles_of_dense(weight))
+    back = tiles_of_dense(weight).dense()
     assert torch.equal(back.view(torch.int16)[0, :5], weight.view(torch.int16)[0, :5])
     assert not back.view(torch.int16)[0, 5:].any()  # -0.0 is left out
 
@@ -61,10 +61,10 @@ def test_it_takes_few_bytes():
 def test_joined_tiles_are_the_matrices_one_below_the_other():
     weights = [sparse((rows, 300), 0.6, torch.bfloat16) for rows in (32, 16, 64)]
     whole, views = joined_tiles([tiles_of_dense(weight) for weight in weights])
-    check_tiles(whole)
-    assert torch.equal(dense_reference(whole), torch.cat(weights))
+    whole.check()
+    assert torch.equal(whole.dense(), torch.cat(weights))
     for view, weight in zip(views, weights, strict=True):
-        assert torch.equal(dense_reference(view), weight)
+        assert torch.equal(view.dense(), weight)
         assert view.data.untyped_storage().data_ptr() == whole.data.untyped_storage().data_ptr()
 
 
@@ -76,7 +76,7 @@ def test_damaged_tiles_are_refused(part):
     else:
         tiles.starts[1] += 200
     with pytest.raises(ValueError, match="do not fit together"):
-        check_tiles(tiles)
+        tiles.check()
 
 
 def test_tiles_compute_on_a_cpu_too():
