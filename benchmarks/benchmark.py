@@ -46,13 +46,10 @@ class Benchmark(ABC):
         if self.threads:
             torch.set_num_threads(self.threads)
         what, settings, rows = self.measure()
-        columns = dict.fromkeys(name for row in rows for name in row)
+        columns = [*dict.fromkeys(name for row in rows for name in row)]
         cells = [[row.get(name, "") for name in columns] for row in rows]
-        print(
-            markdown_table(
-                list(columns), [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in line] for line in cells]
-            )
-        )
+        lines = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in line] for line in cells]
+        print(markdown_table(columns, lines))
         print(f"written to {write_record(what, settings, rows, self.results)}")
 
 
@@ -78,9 +75,9 @@ def new_record(what: str, settings: dict[str, Any], folder: Path) -> tuple[Path,
 
 
 def random_llama(
-    shape: Mapping[str, Any], blocks: int, size: tuple[int, int], device: torch.device
+    shape: Mapping[str, Any], blocks: int, size: tuple[int, int], device: torch.device, place: str = ""
 ) -> tuple[Any, Tensor]:
-    """A random bfloat16 Llama, made on the device, that never ends a text, and random tokens (num, length).
+    """A random bfloat16 Llama that never ends a text, and random tokens (num, length); made on the device, then moved.
 
     Speed and memory depend on the values of weights as little as on the tokens.
     """
@@ -92,10 +89,11 @@ def random_llama(
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            model = LlamaForCausalLM(config).eval()
+            model: Any = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-    return model, torch.randint(0, config.vocab_size, size, device=device)
+    model.generation_config.eos_token_id = None
+    return model.to(place or device), torch.randint(0, config.vocab_size, size, device=device).to(place or device)
 
 
 # What a page draws of records
@@ -163,10 +161,10 @@ def all_records(folder: Path) -> list[Record]:
     return [record | {"file": path.name} for path, record in found]
 
 
-def newest_records(folder: Path) -> list[Record]:
-    """The newest record of each kind, machine and set of weights."""
+def newest_records(folder: Path, what: str = "") -> list[Record]:
+    """The newest record of each kind, or of one kind, for each machine and set of weights."""
     newest: dict[tuple[str, str, str], Record] = {}
-    for record in all_records(folder):
+    for record in (record for record in all_records(folder) if what in ("", record["what"])):
         about = record["settings"].get("weights", "")
         newest[record["what"], record["environment"]["machine"], about] = record
     return [record for _, record in sorted(newest.items())]

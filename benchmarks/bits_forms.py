@@ -13,8 +13,7 @@ from torch import nn
 
 from prunus.eligible import eligible
 from prunus.grids import grid_of
-from prunus.oneshot import quantize_step
-from prunus.oneshot.quantize import quantized_
+from prunus.oneshot import quantize, quantize_step
 from prunus.ops.grid import Grid
 
 from .clocks import timed
@@ -111,7 +110,7 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
     zeros = [] if has_mask else [(weight, weight == 0) for weight in weights]
     for weight, where in zeros:
         weight[where] = torch.finfo(weight.dtype).tiny
-    result = quantized_(model, batches, grid, progress=False)
+    result = quantize(model, batches, grid, progress=False)
 
     @torch.no_grad()
     def undo() -> None:

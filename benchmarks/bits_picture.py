@@ -1,14 +1,16 @@
-"""The picture of ``docs/evidence/bits.md``: what models lose over the bits that they take a weight."""
+"""What models lose over the bits that they take a weight, and one of them over its bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, read_figures
-from .bits_forms import FORMS
+from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, percent, read_figures
+from .bits_forms import GROUPS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
-from .study import level_name
+from .shrink_figures import LEARNED
+from .shrink_figures import read_figures as read_shrunk
+from .study import level_name, share_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,19 +31,14 @@ class Family:
     ways: tuple[str, ...]
     bits: int | None
 
-    def points(self, model: BitsFigures) -> list[Arm]:
+    def points(self, arms: Sequence[Arm]) -> list[Arm]:
         """The best arm of each level and number of bits, however it was rounded, from few bits to many."""
         best: dict[tuple[str, int], Arm] = {}
-        for arm in (arm for arm in model.arms if arm.way in self.ways and arm.is_usable):
-            key = arm.level, bits_of(arm)
+        for arm in (arm for arm in arms if arm.way in self.ways and arm.is_usable):
+            key = arm.level, arm.num_bits
             if self.bits in (None, key[1]):
                 best[key] = min(best.get(key, arm), arm, key=lambda arm: arm.loss)
         return sorted(best.values(), key=lambda arm: arm.bits)
-
-
-def bits_of(arm: Arm) -> int:
-    """Of a kept weight."""
-    return FORMS[arm.form].bits if arm.form else 16
 
 
 FAMILIES = (
@@ -53,6 +50,69 @@ FAMILIES = (
     Family("smaller, 16 bits", MOSS, ("small",), 16),
     Family("smaller, 4 bits", MOSS, ("small",), 4),
 )
+
+
+PLAIN = ("", *map(str, GROUPS))  # forms that every family has
+WORDS = {  # family: which of its points have words, how far from the point, and which end of them is there
+    "dense in 16 to 2 bits": {"16": ((0, 8), "center"), "8": ((0, -9), "center"), "4": ((-7, -6), "right")},
+    "sparse, 16 bits": {"50": ((7, 5), "left"), "80": ((7, 4), "left")},
+    "sparse, 4 bits": dict.fromkeys(("50", "80", "90"), ((-7, -4), "right")),
+    "shrunk, 16 bits": {"25": ((7, 2), "left"), "50": ((-7, -1), "right")},
+    "smaller, 16 bits": {"50": ((-7, -1), "right"), "75": ((7, 4), "left")},
+}
+
+
+def shrunk_arms(folder: Path, name: str) -> list[Arm]:
+    """The best shrunk and recovered model of each level, in 16 bits, by another study of the same model."""
+    arms = []
+    for model in read_shrunk(folder):
+        for level in model.levels if model.name == name else ():
+            if best := model.best(LEARNED, level):
+                loss = model.above(best, level)
+                assert loss is not None
+                arms.append(Arm("shrink-recover", level, "", 16 * float(1 - share_of(level)), loss))
+    return arms
+
+
+def stored(folder: Path, studies: Path) -> "Figure":
+    """The picture of ``README.md``: what one model loses over the megabytes of its blocks, with words at the points."""
+    model = next(model for model in read_figures(folder, studies) if model.figures.name == ORDER[0])
+    arms = [arm for arm in model.arms if arm.form in PLAIN] + shrunk_arms(folder, model.figures.name)
+    weights = next(iter(model.figures.rows["dense", ""].values()))["num_weights"]
+    about = f"what is added to perplexity, over the size of the blocks' weights in a file; {model.figures.name}"
+    below = "Recovered and shrunk models learned 360 steps more from the dense one's text. More: docs/evidence/bits.md"
+    figure = new_figure(5.0, "How small a model gets, and what that costs", about, below)
+    axes = new_axes(figure, (0.6, 1.2, 5.95, 3.1))
+    for family in FAMILIES:
+        points = family.points(arms)
+        if points:
+            places = [arm.bits * weights / 8e6 for arm in points], [100 * arm.loss for arm in points]
+            axes.plot(*places, "o", color=family.colour, markersize=5, clip_on=False)
+            style = DASHED if family.bits == 16 else "solid"
+            axes.plot(*places, color=family.colour, linestyle=style, linewidth=1.8, label=family.name)
+            _say(axes, family, points, places)
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=LINEAR / 2, linscale=LINEAR / 2)
+    axes.set(xlim=(2.1, 90), ylim=(-0.3, 20))
+    axes.set_xticks([5, 10, 20, 50], ["5 MB", "10 MB", "20 MB", "50 MB"])
+    axes.set_yticks([0, 1, 3, 10], ["dense", "+1 %", "+3 %", "+10 %"])
+    axes.minorticks_off()
+    place = {"loc": (0.03, 0.075), "ncols": 3, "columnspacing": 1.6}
+    figure.legend(handles=axes.lines[1::2], frameon=False, labelcolor="linecolor", fontsize=SMALL, **place)
+    return figure
+
+
+def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
+    """What a point is, in words."""
+    for arm, x, y in zip(points, *places, strict=True):
+        key = arm.level or str(arm.num_bits)
+        if key in WORDS[family.name]:
+            shift, end = WORDS[family.name][key]
+            what = "bits" if not arm.level else "% zero" if arm.way in SPARSE else "% less"
+            size = f"{x:.0f} MB, " if what != "% less" else ""
+            text = f"{key} {what}: {size}{percent(arm.loss).replace('%', ' %')}"
+            style = {"color": family.colour, "fontsize": SMALL, "ha": end, "va": "center"}
+            axes.annotate(text, (x, y), shift, textcoords="offset points", **style)
 
 
 def bits(folder: Path, studies: Path) -> "Figure":
@@ -75,12 +135,13 @@ def bits(folder: Path, studies: Path) -> "Figure":
 
 
 def _panel(axes: "Axes", model: BitsFigures) -> None:
-    curves = [(family, family.points(model)) for family in FAMILIES]
+    curves = [(family, family.points(model.arms)) for family in FAMILIES]
     for family, arms in curves:
         if arms:
             style = DASHED if family.bits == 16 else "solid"
-            axes.plot(*_places(arms), "o", color=family.colour, markersize=4, clip_on=False)
-            axes.plot(*_places(arms), color=family.colour, linestyle=style, label=family.name)
+            places = [arm.bits for arm in arms], [100 * arm.loss for arm in arms]
+            axes.plot(*places, "o", color=family.colour, markersize=4, clip_on=False)
+            axes.plot(*places, color=family.colour, linestyle=style, label=family.name)
             _label(axes, family, arms)
     shown = [arm for _, arms in curves for arm in arms]
     least, low, high = min(arm.bits for arm in shown), *(100 * end(arm.loss for arm in shown) for end in (min, max))
@@ -95,14 +156,10 @@ def _panel(axes: "Axes", model: BitsFigures) -> None:
     axes.minorticks_off()
 
 
-def _places(arms: Sequence[Arm]) -> tuple[list[float], list[float]]:
-    return [arm.bits for arm in arms], [100 * arm.loss for arm in arms]
-
-
 def _label(axes: "Axes", family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
     for arm in arms if family.bits != 16 and family.colour != MOSS else ():
-        text = level_name(arm.level) if arm.level else str(bits_of(arm))
+        text = level_name(arm.level) if arm.level else str(arm.num_bits)
         shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((5, 1), "left")}[family.colour]
         style = {"color": family.colour, "fontsize": 7, "ha": aligned}
         axes.annotate(text, (arm.bits, 100 * arm.loss), shift, textcoords="offset points", **style)

@@ -8,27 +8,24 @@ records of one model become one table of ``bits.md``.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import nn
 
-from prunus import prune
 from prunus.eligible import eligible
 from prunus.grids import check_on_grid, on_grids
-from prunus.oneshot.shrink import shrink
 from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
 from .bits_forms import FORMS, Form, in_bfloat16, quantised, stored_bits
 from .clocks import timed
-from .learning import Learning, LearningStudy, SeedCase
-from .repair_study import BY_LAYER, REPAIR
-from .study import share_of
+from .repair_study import changed, started
+from .study import Learning, LearningStudy, SeedCase
 
 WHAT = "bits quality"
 
@@ -53,19 +50,16 @@ WAYS: dict[str, BitsWay] = {
     "small": BitsWay("small", "smaller from the start"),
 }
 SPARSE = ("repair", "trained")  # starts whose zeros a file marks by a bit a weight
-if TYPE_CHECKING:
-    WayName = FormName = str
-else:
-    WayName, FormName = Literal[tuple(WAYS)], Literal[tuple(FORMS)]
+WayName = Literal[tuple(WAYS)]  # pyrefly: ignore[invalid-literal]
+FormName = Literal[tuple(FORMS)]  # pyrefly: ignore[invalid-literal]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitsQuality(LearningStudy):
     """Quantise models that are dense, sparse or smaller, and evaluate each on held-out data, over several seeds.
 
-    --model is a checkpoint of prunus, which knows its data ({seed} stands for the seed); or a Hugging Face folder, with
-    --tokens and --eval-tokens, and to learn --train-tokens and --held-out-tokens. The record is written after every
-    figure, and the same command continues it. Quantisers of other packages are left out where these are not installed.
+    The record is written after every figure, and the same command continues it. Quantisers of other packages are left
+    out where these are not installed.
     """
 
     what: ClassVar[str] = WHAT
@@ -78,84 +72,54 @@ class BitsQuality(LearningStudy):
     small: Path | None = None  # checkpoint of a smaller model; {level} stands for the percent that it lacks
 
     def runs(self) -> dict[tuple[str, str], list[Learning]]:
-        """The dense model is always evaluated."""
-        runs: dict[tuple[str, str], list[Learning]] = {("dense", ""): []}
+        runs: dict[tuple[str, str], list[Learning]] = {}
         for name in self.ways:
             way = WAYS[name]
-            for level in self._levels(way.start):
+            levels = ("",) if way.start == "dense" else self.levels if way.start in SPARSE else self.removed
+            for level, steps in product(levels, self.steps if way.learns else (0,)):
                 here = runs.setdefault((way.start, level), [])
-                for steps in self.steps if way.learns else (0,):
-                    here += [Learning(name, level, steps)] if way.learns else []
-                    here += [Learning(f"{name} {form}", level, steps) for form in self.bits if self._fits(form, way)]
+                here += [Learning(name, level, steps)] if way.learns else []
+                here += [Learning(f"{name} {form}", level, steps) for form in self.bits if _fits(FORMS[form], way)]
         return runs
 
-    def _levels(self, start: str) -> tuple[str, ...]:
-        return ("",) if start == "dense" else self.levels if start in SPARSE else self.removed
-
-    def _fits(self, form: str, way: BitsWay) -> bool:
-        """Other packages quantise what is not sparse, and prune(bits=) what it prunes."""
-        if FORMS[form].together:
-            return way is WAYS["repair"]
-        return not FORMS[form].peer or (way.start not in SPARSE and not way.learns)
-
     def rows(self, case: SeedCase, start: str, level: str, runs: Sequence[Learning]) -> Iterator[Row]:
-        with self._started(case, start, level) as (trained, seconds, pruned):
+        with started(case, start, level, {"trained": self.pruned, "small": self.small}) as (trained, took, pruned):
             quantising = Quantising(case, trained, start in SPARSE, max(self.steps), pruned)
-            plain = {(start, 0): Learning(start, level, 0)}
-            models = plain | {key: Learning(key[0], level, key[1]) for key in map(_model_of, runs)}
-            for key, model in models.items():
-                forms = [run.way.partition(" ")[2] for run in runs if _model_of(run) == key and " " in run.way]
+            models = dict.fromkeys([Learning(start, level, 0), *map(_model_of, runs)])
+            for model in models:
+                forms = [run.way.partition(" ")[2] for run in runs if _model_of(run) == model and " " in run.way]
                 with ExitStack() as stack:
-                    cost: Row = {"seconds": seconds}
+                    cost: Row = {"seconds": took["seconds"]}
                     if WAYS[model.way].learns:
                         cost = stack.enter_context(case.recovered(trained.model, model)).figures()
-                    yield from quantising.rows(model, forms, cost | {"steps": model.steps})
-
-    @contextmanager
-    def _started(self, case: SeedCase, start: str, level: str) -> Iterator[tuple[TrainedModel, float, Any]]:
-        """The model to start from, the seconds that it took, and what was done; afterwards a dense one is as before."""
-        trained, device = case.trained, torch.device(self.device)
-        if start in ("trained", "small"):
-            path = self.pruned if start == "trained" else self.small
-            if path is None:
-                raise ValueError(f"{start} needs {'--pruned' if start == 'trained' else '--small'}, a checkpoint")
-            yield case.load(Path(str(path).replace("{level}", level))), 0.0, None
-            return
-        make = {"dense": None, "repair": _prune, "shrink": _shrink}[start]
-        seconds, result = timed(lambda: make(trained, float(share_of(level))), device) if make else (0.0, None)
-        try:
-            yield trained, seconds, result
-        finally:
-            if result is not None:
-                result.undo_()
+                    yield from quantising.rows(model, forms, cost)
 
     def count(self, row: Row) -> str:
         return f"{row['bits_a_weight']:.3f} bits a weight"
 
 
-def _model_of(run: Learning) -> tuple[str, int]:
-    return run.way.partition(" ")[0], run.steps
+def _fits(form: Form, way: BitsWay) -> bool:
+    """Other packages quantise what is not sparse, and prune(bits=) what it prunes."""
+    if form.together:
+        return way is WAYS["repair"]
+    return not form.peer or (way.start not in SPARSE and not way.learns)
 
 
-def _prune(trained: TrainedModel, share: float, bits: int | None = None) -> Any:
-    settings: dict[str, Any] = {"score": None, "select": BY_LAYER, "repair": REPAIR, "loss": trained.loss, "bits": bits}
-    return prune(trained.model, trained.batches, share, **settings, progress=False)
+def _model_of(run: Learning) -> Learning:
+    return run._replace(way=run.way.partition(" ")[0])
 
 
 @contextmanager
-def _together(trained: TrainedModel, pruned: Any, share: float, bits: int) -> Iterator[tuple[nn.Module, float]]:
+def _together(trained: TrainedModel, pruned: Any, level: str, bits: int) -> Iterator[tuple[nn.Module, float]]:
     """The model pruned and quantised in one loop, and the seconds; afterwards it is pruned alone, as before."""
     pruned.undo_()
-    seconds, both = timed(lambda: _prune(trained, share, bits), next(trained.model.parameters()).device)
+    device = next(trained.model.parameters()).device
+    seconds, both = timed(lambda: changed(trained, "repair", level, bits), device)
     try:
         yield trained.model, seconds
     finally:
         both.undo_()
         pruned.apply_()
-
-
-def _shrink(trained: TrainedModel, share: float) -> Any:
-    return shrink(trained.model, trained.batches, size=1 - share, tune=True, progress=False)
 
 
 @dataclass
@@ -170,9 +134,8 @@ class Quantising:
 
     def rows(self, model: Learning, forms: Sequence[str], cost: Row) -> Iterator[Row]:
         begun = time.perf_counter()
-        about = {"way": model.way, "level": model.level, "steps": model.steps, "metric": self.trained.metric}
         with in_bfloat16(self.trained.model) as sixteen:
-            yield cost | about | self._figures(sixteen) | {"elapsed": time.perf_counter() - begun}
+            yield cost | self._figures(sixteen, model) | {"elapsed": time.perf_counter() - begun}
         for name in forms:
             form, begun = FORMS[name], time.perf_counter()
             if form.peer and not (find_spec(form.peer) and hasattr(self.trained.model, "config")):
@@ -181,22 +144,23 @@ class Quantising:
                 continue
             way = quantised(self.trained.model, self.trained.batches, form, self.has_mask)
             if form.together:
-                way = _together(self.trained, self.pruned, float(share_of(model.level)), form.bits)
+                way = _together(self.trained, self.pruned, model.level, form.bits)
+            run = model._replace(way=f"{model.way} {name}")
             with way as (stored, seconds), ExitStack() as stack:
-                row: Row = about | {"way": f"{model.way} {name}", "seconds": seconds}
+                row: Row = {"seconds": seconds}
                 if form.learns:
-                    learning = self.case.recovered(stored, Learning(row["way"], model.level, self.steps))
-                    row |= stack.enter_context(learning).figures() | {"steps": model.steps, "scale_steps": self.steps}
+                    learning = self.case.recovered(stored, run._replace(steps=self.steps))
+                    row |= stack.enter_context(learning).figures() | {"scale_steps": self.steps}
                     for weight, on_grid in on_grids(stored).items():
                         check_on_grid(weight, stored.get_parameter(weight), on_grid)
                 row |= {form.peer: metadata.version(form.peer)} if form.peer else {}
-                yield row | self._figures(stored, form) | {"elapsed": time.perf_counter() - begun}
+                yield row | self._figures(stored, run, form) | {"elapsed": time.perf_counter() - begun}
 
-    def _figures(self, model: nn.Module, form: Form | None = None) -> Row:
+    def _figures(self, model: nn.Module, run: Learning, form: Form | None = None) -> Row:
         is_theirs = form is not None and bool(form.peer)
         counted = self.trained.model if is_theirs else model  # their layers are of other kinds
         stored = stored_bits(counted, self.has_mask, form.grid if form and is_theirs else None)
         num = sum(weight.parameter.numel() for weight in eligible(self.case.dense).weights)
         total = stored["mask_bits"] + stored["code_bits"] + stored["scale_bits"]
         sizes = {"num_weights": num, "num_bytes": total / 8, "bits_a_weight": total / num}
-        return {"value": self.trained.evaluate(model)} | stored | sizes
+        return self.case.evaluated(replace(self.trained, model=model), *run) | stored | sizes

@@ -1,7 +1,7 @@
-"""Tokens a second of a pruned language model, the way people run it: our decoder, and ``model.generate``.
+"""Tokens a second of a pruned or shrunk language model, the way people run it: our decoder, and ``model.generate``.
 
-The model is random and of Llama-3-8B's shape, and so are its zeros: speed depends on where they are as little as on the
-weights. Every arm of a batch size is run in turns, dense and sparse, so that what else the machine does falls on all.
+The models are random, and so are their zeros: speed depends on where they are as little as on the weights. Every arm of
+a batch size is run in turns, dense and sparse, so that what else the machine does falls on all.
 """
 
 import statistics
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from prunus.grids import OnGrid, grid_of, put_on_grid_
+from prunus.oneshot.shrink import Shrinking
+from prunus.oneshot.structured import UNIT_SCORES
+from prunus.oneshot.widths import Wanted
 from prunus.ops.grid import Grid
 from prunus.ops.machine import device_of
 from prunus.sparse import Decoder, SparseLinear, sparsify_, unsparsify_
@@ -29,6 +32,9 @@ from .matvec import Int4Linear
 
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+LLAMA_1B: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+LLAMA_1B |= {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 4096}
+LLAMA_1B |= {"tie_word_embeddings": True}
 PROMPT = 32  # tokens
 FIRST = 8  # tokens whose time, and that of the prompt, is not counted
 GOALS = {  # times faster than dense, by way, zeros and batch
@@ -50,6 +56,7 @@ SMALLER = {
 }  # goals of the memory of the whole model over dense
 WAYS = {"decoder": "decoder", "compiled": "decoder, compiled", "generate": "generate"}
 WAYS |= {"static": "generate, static cache"}
+WayName = Literal["decoder", "compiled", "generate", "static"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,7 @@ class Decode(Benchmark):
     # shares of zeros; kept weights may be in 4 bits, and "int4" is torch's own dense int4
     zeros: tuple[str, ...] = ("50%", "80%", "50%, 4 bits", "80%, 4 bits", "int4")
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
-    ways: tuple[Literal["decoder", "compiled", "generate", "static"], ...] = ("decoder", "compiled")  # to run the model
+    ways: tuple[WayName, ...] = ("decoder", "compiled")  # to run the model
     generate_batches: tuple[int, ...] = (1,)  # those of batches that generate and static are run with
     new_tokens: int = 136  # of each text
     repeat: int = 3  # rounds that the median is taken over
@@ -71,7 +78,6 @@ class Decode(Benchmark):
         settings |= {"new_tokens": self.new_tokens, "prompt": PROMPT}
         dense, ids = random_llama(LLAMA, self.blocks, (max(self.batches), PROMPT), device_of(self.device))
         dense.requires_grad_(False)
-        dense.generation_config.eos_token_id = None
         models = {"none": dense} | {zeros: pruned_model(dense, zeros) for zeros in self.zeros}
         rows: list[Row] = []
         for batch in self.batches:  # layers are packed anew for each
@@ -230,6 +236,61 @@ def model_bytes(model: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+# Shrunk models
+
+
+OF_BYTES = 0.9  # goal: the share of the speed that fewer bytes promise
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrunkSpeed(Benchmark):
+    """Write text with a random model of 1 B weights, dense and shrunk: tokens a second beside the bytes."""
+
+    blocks: int = 16  # of the model
+    sizes: tuple[float, ...] = (0.7, 0.5)  # shares of the blocks' weights that stay
+    multiples: tuple[int, ...] = (1, 64)  # that neurons are rounded down to
+    layers: tuple[int, ...] = (5,)  # layers dropped instead
+    batches: tuple[int, ...] = (1, 8)  # texts at a time
+    ways: tuple[WayName, ...] = ("generate", "decoder")  # to run the model
+    new_tokens: int = 136  # of each text
+    repeat: int = 5  # rounds that the median is taken over
+    device: str = "cuda"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        settings = {"weights": "Llama-3.2-1B's shape", "blocks": self.blocks, "prompt": PROMPT}
+        settings |= {"new_tokens": self.new_tokens, "repeat": self.repeat}
+        dense, ids = random_llama(LLAMA_1B, self.blocks, (max(self.batches), PROMPT), device_of(self.device))
+        models, rows = {"dense": dense} | dict(self._shrunk(dense, ids)), []
+        for way in self.ways:
+            for batch in self.batches:
+                rows += self._rows(models, WAYS[way], ids[:batch])
+                write_record("shrink speed", settings, rows, self.results)  # a run that is killed keeps what it has
+            decoder_of.cache_clear()
+        return "shrink speed", settings, rows
+
+    def _shrunk(self, dense: Any, ids: Tensor) -> Iterator[tuple[str, Any]]:
+        """Smaller copies: which units are gone plays no part in their speed."""
+        by_size = [Wanted(size, multiple=multiple) for size in self.sizes for multiple in self.multiples]
+        for wanted in [*by_size, *(Wanted(layers=num) for num in self.layers)]:
+            model = deepcopy(dense)
+            Shrinking(model, [ids[:1]], score=UNIT_SCORES["norm"], refit=False).run(wanted)
+            multiple = f", neurons a multiple of {wanted.multiple}" if wanted.multiple > 1 else ""
+            yield f"size {wanted.size:g}{multiple}" if wanted.size else f"{wanted.layers} layers fewer", model
+
+    def _rows(self, models: dict[str, Any], way: str, ids: Tensor) -> Iterator[Row]:
+        times = step_times(models, way, ids, self.new_tokens, self.repeat)
+        bytes_of = {name: model_bytes(model) for name, model in models.items()}
+        for name, (_, _, step) in times.items():
+            faster, promised = times["dense"][2] / step, bytes_of["dense"] / bytes_of[name]
+            row = {"way": way, "model": name, "batch": len(ids), "tokens_s": len(ids) / step, "times_faster": faster}
+            row |= {"bytes": bytes_of[name] / bytes_of["dense"], "promised": promised, "of_bytes": faster / promised}
+            print(f"{way}, {name}, batch {len(ids)}: {row['tokens_s']:,.0f} tokens/s, {faster:.2f} times", flush=True)
+            yield row
+
+
+# The page
+
+
 COLUMNS = (
     "way | zeros | batch | tokens/s = tokens_s:,.0f | times faster = times_faster:.2f | goal:.2f | "
     "sparse layers = sparse_layers | prompt ms = prompt_ms:.1f | first call s = first_s:.1f | memory:.2f | "
@@ -249,3 +310,8 @@ def beside_static(row: Row, record: Record) -> Row:
 
 
 TABLES = {"decode": RecordTable(COLUMNS, beside_static)}
+SHRUNK_TABLE = RecordTable(
+    "way | model | batch | tokens/s = tokens_s:,.0f | times faster = times_faster:.2f | bytes = bytes:.1%"
+    " | bytes promise = promised:.2f | share of it = of_bytes:.2f | goal:g",
+    lambda row, record: {"goal": OF_BYTES} if row["model"] != "dense" else {},
+)

@@ -182,9 +182,10 @@ PROJECTED = (
 
 def parts(folder: Path) -> dict[str, str]:
     """What ``docs/distributed.md`` shows between its marks."""
-    records = [record for record in newest_records(folder) if record["what"] == "distributed"]
+    records = newest_records(folder, "distributed")
+    on_gpus = [record for record in records if any("nccl" in row.get("way", "") for row in record["rows"])]
     drawn = "\n".join(map(RecordTable(COLUMNS, _more), records))
-    return {"ranks": drawn, "projection": table_of([*map(projected, _on_gpus(records))], PROJECTED)}
+    return {"ranks": drawn, "projection": table_of([*map(projected, on_gpus)], PROJECTED)}
 
 
 def _more(row: Row, record: Record) -> Row:
@@ -192,10 +193,6 @@ def _more(row: Row, record: Record) -> Row:
     more = {"overhead": with_ / without - 1, "added": with_ - without} if without is not None else {}
     more |= {"way": f"{row['ranks']} ranks, gloo"} if "ranks" in row else {}
     return {"bytes_exchanged": 0} | row | more
-
-
-def _on_gpus(records: list[Record]) -> list[Record]:
-    return [record for record in records if any("nccl" in row.get("way", "") for row in record["rows"])]
 
 
 def projected(record: Record) -> Row:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import torch
@@ -32,7 +33,7 @@ GOALS = {"50%": 1.4, "80%": 2.6}  # times faster than dense
 CODED_GOALS = {"50%": 2.2, "80%": 3.0}  # of weights in 4 bits, of the first of the large shapes
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative error of a sum that is rounded once or twice
 NAMES = {"dense": "dense", "gaps": "prunus, gaps", "tiles": "prunus, tiles", "2:4": "2:4, cuSPARSELt"}
-NAMES |= {"coded": "prunus, 4 bits", "int4": "dense, torch's int4"}
+NAMES |= {"coded": "prunus, 4 bits", "coded gaps": "prunus, 4 bits, gaps", "int4": "dense, torch's int4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,8 @@ def cases(device: torch.device) -> list[Product]:
 
 def coded_cases() -> list[Product]:
     """Weights in 4 bits, in decoding of one text and of eight."""
-    shapes = (LARGE[0], OTHERS[0], OTHERS[1])
-    return [
-        Product(shape, sparsity, vectors, is_coded=True)
-        for shape in shapes
-        for sparsity in (0.5, 0.8)
-        for vectors in (1, 8)
-    ]
+    chosen = product((LARGE[0], *OTHERS[:2]), (0.5, 0.8), (1, 8))
+    return [Product(*case, is_coded=True) for case in chosen]
 
 
 class Int4Linear(nn.Module):
@@ -164,7 +160,7 @@ COLUMNS = (
 
 def goal_of(row: Row, record: Record) -> Row:
     """Goals are those of one vector and a large bfloat16 weight on a GPU: in gap form, and one shape in 4 bits."""
-    if row["way"] == NAMES["coded"] and row["vectors"] == 1 and row["shape"] == "4096 x 14336":
+    if row["way"] in (NAMES["coded"], NAMES["coded gaps"]) and row["vectors"] == 1 and row["shape"] == "4096 x 14336":
         return {"goal": CODED_GOALS.get(row["zeros"])}
     is_large = row["shape"] in {f"{rows} x {width}" for rows, width in LARGE}
     is_meant = is_large and row["way"] == NAMES["gaps"] and row["vectors"] == 1

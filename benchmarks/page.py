@@ -1,32 +1,15 @@
 """The tables of the pages in ``docs``, from all records; their words are written by hand."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-from . import (
-    bits_figures,
-    decode,
-    distributed,
-    divergence,
-    export,
-    matvec,
-    prune,
-    recover_figures,
-    recover_step,
-    repair_figures,
-    select,
-    shrink_figures,
-    small_models,
-    step,
-    summary,
-    wanda,
-)
+from . import bits_figures, distributed, recover_figures, repair_figures, shrink_figures, small_models, summary
 from .benchmark import filled, newest_records
 
+MODULES = "decode divergence export large matvec prune recover_step select small_models step wanda"
 TABLES = {
-    what: draw
-    for module in (decode, divergence, export, matvec, prune, recover_step, select, small_models, step, wanda)
-    for what, draw in module.TABLES.items()
+    what: draw for name in MODULES.split() for what, draw in import_module(f".{name}", __package__).TABLES.items()
 }
 
 

@@ -1,6 +1,5 @@
 """The pictures in ``docs/pictures``, drawn from the records, and the figures in ``README.md``."""
 
-import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .benchmark import filled, newest_records
-from .bits_picture import bits
+from .bits_picture import bits, stored
 from .drawing import (
     INK,
     LINE,
@@ -26,7 +25,8 @@ from .drawing import (
     new_figure,
     themed,
 )
-from .repair_figures import ModelFigures, figures_of
+from .figures import ModelFigures, rows_of_study, runs_of_study
+from .repair_figures import read_figures
 from .repair_study import WAYS
 from .select import OURS
 from .summary import readme_parts
@@ -49,7 +49,7 @@ WAY_COLOURS = {"magnitude": SOFT, "wanda": SAND, "llmc-sparsegpt": SLATE, "repai
 
 def quality(folder: Path) -> "Figure":
     """Perplexity over sparsity: the ways of others, repair, and the dense model; a dot is a draw of the samples."""
-    model = next(model for model in figures_of(folder) if model.name == MODEL)
+    model = next(model for model in read_figures(folder) if model.name == MODEL)
     levels = [level for level in model.levels if level != "2:4"]
     ways = [way for way in WAY_COLOURS if all(model.values(way, level) for level in levels)]
     about = "perplexity on held-out text, lower is better"
@@ -98,7 +98,7 @@ def _draws(model: ModelFigures, ways: Sequence[str], levels: Sequence[str]) -> s
 
 def event(folder: Path) -> "Figure":
     """Time of finding masks, ours beside the ways of others, on the machine and weights with the most of them."""
-    records = [record for record in newest_records(folder) if record["what"] == "select" and len(record["rows"]) > 6]
+    records = [record for record in newest_records(folder, "select") if len(record["rows"]) > 6]
     if not records:
         raise ValueError(f"there is no record of finding masks in {folder}; run python -m benchmarks select")
     record = max(records, key=lambda record: record["settings"]["num_weights"])
@@ -211,8 +211,7 @@ def sizes(studies: Path) -> "Figure":
 
 
 def _panel(axes: "Axes", study: Path, series: Sequence[Series]) -> None:
-    rows = {(row["arm"], row["sparsity"]): row for row in json.loads((study / "study_result.json").read_text())["rows"]}
-    stored, whole = _megabytes(study), ("dense", 0.0)
+    rows, stored, whole = rows_of_study(study), _megabytes(study), ("dense", 0.0)
     for each in series:
         keys = [whole, *((arm, level) for _, arm, level in each.models)]
         axes.plot(
@@ -233,9 +232,7 @@ def _panel(axes: "Axes", study: Path, series: Sequence[Series]) -> None:
 def _megabytes(study: Path) -> dict[tuple[str, float], float]:
     """What a model of an arm and sparsity takes in a file in bfloat16: the values that are not zero, a bit a weight."""
     megabytes = {}
-    for text_of_run in (study / "runs.jsonl").read_text().splitlines():
-        run = json.loads(text_of_run)
-        cell, result = run["cell.json"], run["result.json"]
+    for cell, result in runs_of_study(study):
         mask = result["num_prunable"] / 8 if cell["sparsity"] else 0
         values = result["num_parameters"] - result["sparsity"] * result["num_prunable"]
         megabytes[cell["arm"], cell["sparsity"]] = (2 * values + mask) / 1e6
@@ -249,6 +246,7 @@ def figures(folder: Path, studies: Path) -> "dict[str, tuple[Figure, str]]":
         "event.svg": (event(folder), "Time of finding the masks"),
         "flow.svg": (flow(), "An event: score, select, mask, apply"),
         "bits.svg": (bits(folder, studies), "Quality over bits a weight: dense, sparse and smaller models"),
+        "stored.svg": (stored(folder, studies), "Quality over bytes: dense, sparse, shrunk and smaller models"),
         "sizes.svg": (sizes(studies), "Quality over size: pruned while training, and smaller from the start"),
     }
 

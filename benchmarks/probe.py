@@ -15,6 +15,7 @@ from prunus.lab.study.tables import markdown_table
 from prunus.ops.machine import device_of
 
 from .benchmark import filled
+from .figures import SIGNS
 from .probe_study import MODELS, RANDOM, STRATEGIES, UNPROBED, Evaluated, ProbeStudy, load_model
 from .study import SLIGHT, finite, gains
 
@@ -280,7 +281,7 @@ def _origin(model: ProbeFigures) -> str:
 
 
 def _marked(text: str, comparison: Comparison | None) -> str:
-    sign = {"better": "**", "worse": "*"}.get(comparison.outcome, "") if comparison else ""
+    sign = SIGNS.get(comparison.outcome, "") if comparison else ""
     return f"{sign}{text}{sign}"
 
 

@@ -9,15 +9,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from prunus import Global, PerLayer, PerRow
-from prunus.lab.data.batches import ImageShape, Normalise
-from prunus.lab.data.datasets import read_cifar10
-from prunus.lab.models import RESNETS, resnet
 from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
@@ -34,6 +29,7 @@ from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
 from .study import StudyFile
+from .study_data import image_model
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),
@@ -44,9 +40,6 @@ STRATEGIES: dict[str, tuple[str, Selector]] = {
 UNPROBED: dict[str, tuple[str, Selector]] = {"fisher, global": ("fisher", Global()), "path, global": ("path", Global())}
 RANDOM = "random"
 BEYOND, OUTSIDE = 2.0, 4.0  # added to scores of at most 1: of candidates beyond tau, of weights that are no candidates
-NUM_CALIBRATION = 2048  # images to draw calibration samples from
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # what ResNet-20 was trained with
-NORMALISE = Normalise(torch.tensor(MEAN)[:, None, None] * 255, torch.tensor(STD)[:, None, None] * 255)
 Masks = Mapping[str, Tensor]  # True where the weight stays
 
 
@@ -103,31 +96,6 @@ def load_model(case: StudyModel, data: Path, seed: int, device: torch.device) ->
     }
     tokens |= {"length": case.length, "eval_windows": case.held_out, "gguf_file": packed.name if packed else None}
     return load_trained(ModelSource(str(folder), **tokens, seed=seed, dtype="float32", device=str(device)))
-
-
-def image_model(
-    weights: Path, images: Path, samples: int, held_out: int, seed: int, device: torch.device
-) -> TrainedModel:
-    """ResNet-20 with the weights of a file, calibrated and evaluated on a folder of CIFAR-10."""
-    state = torch.load(weights, map_location="cpu", weights_only=True)["state_dict"]
-    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10))
-    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    train, test = read_cifar10(images)
-    num = min(NUM_CALIBRATION, len(train.labels))
-    chosen = np.random.default_rng(seed).permutation(num)[:samples]
-    batch = NORMALISE(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
-    pixels = NORMALISE(test.pixels[:held_out]).to(device)
-    labels = torch.from_numpy(test.labels[:held_out]).to(device)
-
-    @torch.no_grad()
-    def accuracy(model: nn.Module) -> float:
-        parts = zip(pixels.split(1000), labels.split(1000), strict=True)
-        return sum(int((model(x).argmax(1) == y).sum()) for x, y in parts) / len(labels)
-
-    def save(out: Path) -> None:
-        raise ValueError("models of the study are not written")
-
-    return TrainedModel(model.to(device).eval(), [batch], accuracy, save, F.cross_entropy, "accuracy")
 
 
 # The study

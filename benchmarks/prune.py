@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prunus import PerRow, prune
 from prunus.eligible import Weight, eligible
-from prunus.lab.gpu import Sampler, utilisation_reader
+from prunus.lab.tracking import sampled, utilisation_reader
 from prunus.oneshot import Probe
 from prunus.oneshot.forward import head_of
 from prunus.oneshot.result import Result
 from prunus.ops.machine import device_of
 from prunus.trained.model import ModelSource, load_trained
 
-from .benchmark import SPARSITY, Benchmark, Measured, Record, RecordTable, Row, random_llama, table_of
+from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row, random_llama, table_of
 from .clocks import in_turns, timed
 
 MISTRAL = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
@@ -231,9 +232,9 @@ def measure_level(model: Any, tokens: Tensor) -> list[Row]:
     rows, device = [level_plainly(model, tokens)], tokens.device
     for way, schedule in SCHEDULES.items():
         run = partial(prune, model, [tokens], SPARSITY, score="wanda", probe=Probe(1.0, schedule=schedule))
-        with Sampler(utilisation_reader(device)).running() as busy:
+        with sampled(utilisation_reader(device)) as busy:
             seconds, result = timed(run, device)
-        row = {"way": way, "seconds": seconds, "utilisation": busy.mean}
+        row = {"way": way, "seconds": seconds, "utilisation": fmean(busy) if busy else None}
         row |= {"share_of_peak": flops(model, tokens, schedule) / seconds / PEAK if device.type == "cuda" else None}
         row |= {"peak_gib": result.cost.peak_bytes / 2**30, "passes": result.cost.passes, "sparsity": result.sparsity}
         result.undo_()
@@ -264,16 +265,13 @@ def level_plainly(model: Any, tokens: Tensor) -> Row:
     return {"way": "plainly, scaled", "seconds": passes * seconds / len(chosen) / len(samples), "passes": passes}
 
 
-def _parts(record: Record) -> str:
-    return "\n\n" + table_of(record["settings"]["parts"], "part of our probe = part | s = seconds:.3f | share:.0%")
-
-
+PART_COLUMNS = "part of our probe = part | s = seconds:.3f | share:.0%"
 TABLES = {
     "prune": RecordTable(
         "task | s = seconds:.3f | plainly, s = plain_seconds:.3f | times faster = times_faster:.2f | "
         "times fewer operations = times_fewer_operations:.2f | "
         "mask elements that differ = {different:,} of {num_weights:,}",
-        below=_parts,
+        below=lambda record: "\n\n" + table_of(record["settings"]["parts"], PART_COLUMNS),
     ),
     "level": RecordTable(
         "way | s a level = seconds:.1f | times faster = times_faster:.1f | busy = utilisation:.0% | "

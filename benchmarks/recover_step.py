@@ -22,14 +22,8 @@ from prunus.recovery.teacher import Teacher
 
 from .benchmark import Benchmark, Measured, RecordTable, Row
 from .clocks import timed
+from .decode import LLAMA_1B
 
-LLAMA_1B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-LLAMA_1B |= {"vocab_size": 128_256, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 DENSE, DISTIL, MASKED, TEACHER = "dense step", "distillation", "distillation, half of the weights zero", "teacher alone"
 SHRUNK, OWN, CALL = "distillation, half of the layers", "dense step, half of the layers", "recover(), by step"
 

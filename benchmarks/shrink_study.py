@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,11 @@ from prunus.oneshot.shrink_result import ShrinkResult
 from prunus.oneshot.structured import UNIT_SCORES, RandomScore
 from prunus.oneshot.widths import Wanted
 from prunus.trained.data import tokenizer_of
-from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
 from .clocks import timed
-from .learning import Learning, LearningStudy, SeedCase
 from .multiplications import multiplications, neurons_for, smallest_share
-from .study import share_of
+from .study import Learning, LearningStudy, SeedCase, share_of
 
 WHAT = "shrink quality"
 RECOVERED = "-recover"  # behind the name of a way: its model has learned
@@ -71,10 +69,7 @@ WAYS: dict[str, ShrinkWay] = {
     "measured": ShrinkWay("**shrink, split measured, tuned**", tunes=True, split="measured"),
 }
 PEERS = (*SCORES, TORCH_PRUNING, "layers")  # what others do
-if TYPE_CHECKING:
-    WayName = str
-else:
-    WayName = Literal[tuple(WAYS)]
+WayName = Literal[tuple(WAYS)]  # pyrefly: ignore[invalid-literal]
 
 
 def title_of(way: str) -> str:
@@ -87,10 +82,8 @@ def title_of(way: str) -> str:
 class ShrinkQuality(LearningStudy):
     """Make a trained model smaller by several ways, let some learn, and evaluate each, over several seeds.
 
-    --model is a Hugging Face folder, with --tokens and --eval-tokens, and to learn --train-tokens and
-    --held-out-tokens; a checkpoint of prunus, which knows its data ({seed} stands for the seed); or the weights of
-    ResNet-20 (.th), with --images, a folder of CIFAR-10. The record is written after every figure, and the same
-    command continues it. Torch-Pruning is left out where it is not installed.
+    The record is written after every figure, and the same command continues it. Torch-Pruning is left out where it is
+    not installed.
     """
 
     what: ClassVar[str] = WHAT
@@ -102,28 +95,24 @@ class ShrinkQuality(LearningStudy):
     texts: bool = False  # write texts with the dense model and with those that have learned
 
     def runs(self) -> dict[tuple[str, str], list[Learning]]:
-        """The dense model is always evaluated."""
-        runs: dict[tuple[str, str], list[Learning]] = {("dense", ""): []}
-        for level in self.levels:
-            for way in dict.fromkeys((*self.ways, *self.recover)):
-                steps = self.steps if way in self.recover else ()
-                runs[way, level] = [Learning(f"{way}{RECOVERED}", level, num) for num in steps]
-        return runs
+        return {
+            (way, level): [Learning(f"{way}{RECOVERED}", level, num) for num in self.steps if way in self.recover]
+            for level in self.levels
+            for way in (*self.ways, *self.recover)
+        }
 
     def rows(self, case: SeedCase, start: str, level: str, runs: Sequence[Learning]) -> Iterator[Row]:
         trained, model = case.trained, case.trained.model
         if start == TORCH_PRUNING and not find_spec("torch_pruning"):
             print(f"{start}: left out, since the package torch-pruning is not installed", flush=True)
             return
-        with Smaller(self, trained, case.seed).by(start, level) as sizes:
-            row = {"way": start, "level": level, "steps": 0, "metric": trained.metric, "value": trained.evaluate(model)}
-            texts = self._texts(model) if not level else {}
-            yield row | sizes | texts
+        with smaller(self, case, start, level) as sizes:
+            row = case.evaluated(trained, start, level)
+            yield row | sizes | (self._texts(model) if not level else {})
+            stay = {name: value for name, value in sizes.items() if name in SIZES} | {"before_value": row["value"]}
             for run in runs:
                 with case.recovered(model, run) as recovery:
-                    after = row | {"way": run.way, "steps": run.steps, "value": trained.evaluate(model)}
-                    after |= {name: value for name, value in sizes.items() if name in SIZES}
-                    yield recovery.figures() | after | {"before_value": row["value"]} | self._texts(model)
+                    yield recovery.figures() | case.evaluated(trained, *run) | stay | self._texts(model)
 
     def count(self, row: Row) -> str:
         return f"{row['parameters']:,} parameters" if "parameters" in row else "dense"
@@ -153,80 +142,52 @@ def continued(model: Any, tokenizer: Any, prompt: str) -> str:
 
 # How a model is made smaller
 
-SIZES = (
-    "weights",
-    "weights_before",
-    "parameters",
-    "num_bytes",
-    "multiplications",
-    "removed",
-)  # of a row, which learning leaves
+# of a row, which learning leaves
+SIZES = ("weights", "weights_before", "parameters", "num_bytes", "multiplications", "removed")
 
 
-@dataclass(frozen=True)
-class Smaller:
-    """One trained model, made smaller for a while."""
+@contextmanager
+def smaller(options: ShrinkQuality, case: SeedCase, name: str, level: str) -> Iterator[Row]:
+    """The model is smaller inside; what it is like, and what that took."""
+    model, first, device = case.trained.model, case.trained.batches[0], torch.device(options.device)
+    is_images = isinstance(first, tuple) and first[0].is_floating_point()
+    images = first[0][:FEW].to(device) if is_images else None
+    row, undo = {"seconds": 0.0}, lambda: None
+    if name == TORCH_PRUNING:
+        assert images is not None
+        seconds, undo = timed(lambda: torch_pruned_(model, images, share_of(level)), device)
+        row = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds}
+        row |= {"torch_pruning": metadata.version("torch-pruning")}
+    elif name != "dense":
+        wanted = wanted_of(options, model, name, level, images)
+        seconds, result = timed(lambda: shrunk(case, WAYS[name], wanted), device)
+        undo, row = result.undo_, row_of(result) | {"seconds": seconds}
+    try:
+        yield row | ({} if images is None else {"multiplications": multiplications(model, images[:1])})
+    finally:
+        undo()
 
-    options: ShrinkQuality
-    trained: TrainedModel
-    seed: int
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.options.device)
+def wanted_of(options: ShrinkQuality, model: nn.Module, name: str, level: str, images: Tensor | None) -> Wanted:
+    share, way = float(share_of(level)), WAYS[name]
+    if way.depth:
+        return Wanted(layers=share)
+    if way.split == "measured" or options.of == "weights":
+        return Wanted(size=1 - share)
+    if images is None:
+        raise ValueError("--of multiplications is for models that read images")
+    return Wanted(neurons=neurons_for(model, images, share_of(level)))
 
-    @contextmanager
-    def by(self, name: str, level: str) -> Iterator[Row]:
-        """The model is smaller inside; what it is like, and what that took."""
-        model, images = self.trained.model, self._images()
-        if name == "dense":
-            yield {"seconds": 0.0} | self._multiplications(images)
-            return
-        if name == TORCH_PRUNING:
-            assert images is not None
-            version = {"torch_pruning": metadata.version("torch-pruning")}
-            seconds, undo = timed(lambda: torch_pruned_(model, images, share_of(level), self._multiplied), self.device)
-            row = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds} | version
-        else:
-            wanted = self._wanted(name, level, images)
-            seconds, result = timed(lambda: self._shrunk(WAYS[name], wanted), self.device)
-            undo, row = result.undo_, row_of(result) | {"seconds": seconds}
-        try:
-            yield row | self._multiplications(images)
-        finally:
-            undo()
 
-    def _shrunk(self, way: ShrinkWay, wanted: Wanted) -> ShrinkResult:
-        model, batches = self.trained.model, self.trained.batches
-        if way.split == "measured":
-            return shrink(model, batches, size=wanted.size, split=way.split, tune=way.tunes, progress=False)
-        score = None if way.score is None else UNIT_SCORES[way.score]
-        if isinstance(score, RandomScore):
-            score = RandomScore(self.seed)
-        tuning = BlockTuning() if way.tunes else None
-        return Shrinking(model, batches, tuning, way.targets, score=score, refit=way.refit).run(wanted)
-
-    def _wanted(self, name: str, level: str, images: Tensor | None) -> Wanted:
-        share, way = float(share_of(level)), WAYS[name]
-        if way.depth:
-            return Wanted(layers=share)
-        if way.split == "measured" or self.options.of == "weights":
-            return Wanted(size=1 - share)
-        if images is None:
-            raise ValueError("--of multiplications is for models that read images")
-        return Wanted(neurons=neurons_for(self.trained.model, images, share_of(level)))
-
-    def _images(self) -> Tensor | None:
-        """A few images, if the model reads them."""
-        first = self.trained.batches[0]
-        is_images = isinstance(first, tuple) and first[0].is_floating_point()
-        return first[0][:FEW].to(self.device) if is_images else None
-
-    def _multiplied(self, model: nn.Module, images: Tensor) -> int:
-        return multiplications(model, images[:1])
-
-    def _multiplications(self, images: Tensor | None) -> Row:
-        return {} if images is None else {"multiplications": self._multiplied(self.trained.model, images)}
+def shrunk(case: SeedCase, way: ShrinkWay, wanted: Wanted) -> ShrinkResult:
+    model, batches = case.trained.model, case.trained.batches
+    if way.split == "measured":
+        return shrink(model, batches, size=wanted.size, split=way.split, tune=way.tunes, progress=False)
+    score = None if way.score is None else UNIT_SCORES[way.score]
+    if isinstance(score, RandomScore):
+        score = RandomScore(case.seed)
+    tuning = BlockTuning() if way.tunes else None
+    return Shrinking(model, batches, tuning, way.targets, score=score, refit=way.refit).run(wanted)
 
 
 def row_of(result: ShrinkResult) -> Row:
@@ -245,9 +206,7 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kinds) and module not in inner]
 
 
-def torch_pruned_(
-    model: nn.Module, images: Tensor, removed: Fraction, count: Callable[[nn.Module, Tensor], int]
-) -> Callable[[], None]:
+def torch_pruned_(model: nn.Module, images: Tensor, removed: Fraction) -> Callable[[], None]:
     """Remove channels by Torch-Pruning, as its page shows: norms of groups, the same share of every layer.
 
     Returns what brings the dense model back.
@@ -266,8 +225,8 @@ def torch_pruned_(
 
     @cache
     def left(thousandths: int) -> int:
-        return count(prune_(deepcopy(model), thousandths), images)
+        return multiplications(prune_(deepcopy(model), thousandths), images[:1])
 
     dense = deepcopy(model)
-    prune_(model, smallest_share(left, count(model, images), removed))
+    prune_(model, smallest_share(left, multiplications(model, images[:1]), removed))
     return lambda: vars(model).update(vars(dense))

@@ -227,7 +227,7 @@ def states(
         for way, order in orders.items():
             chosen = [sorted(each[: plan.num_dropped].tolist()) for each in order]
             others = [replace(layer, dropped=tuple(those)) for layer, those in zip(layers, chosen, strict=True)]
-            cuts = without_experts(model, plan, others).cuts
+            cuts = without_experts(model, plan, others)
             cuts.apply_()
             yield percent, way
             cuts.undo_()
@@ -250,8 +250,7 @@ COLUMNS = (
 
 def parts(folder: Path) -> dict[str, str]:
     """What ``docs/experts.md`` shows between its marks."""
-    records = [record for record in newest_records(folder) if record["what"] == "experts"]
-    return {"experts": "\n".join(map(RecordTable("", below=_table), records))}
+    return {"experts": "\n".join(map(RecordTable("", below=_table), newest_records(folder, "experts")))}
 
 
 def _table(record: Record) -> str:

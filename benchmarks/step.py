@@ -22,7 +22,7 @@ from prunus.lab.trainer import Training
 from prunus.ops import bits
 from prunus.ops.machine import device_of, wait_for
 
-from .benchmark import SPARSITY, Benchmark, Measured, Record, RecordTable, Row
+from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
 from .clocks import QUEUED, copy_gb_s, in_turns, overhead, queued, timed
 
 CONTEXT, LR = 256, 1e-4
@@ -56,62 +56,62 @@ class StepCost(Benchmark):
         return build(self.model, TokenShape(256, CONTEXT))
 
 
-# A training step
-
-Around = tuple[Callable[[], object], Callable[[], object]]  # what runs before and after the optimizer's step
+# A training step: an arm prunes a model, and keeps its zeros by hooks on the optimizer's step
 
 
-def nothing() -> None:
-    pass
-
-
-def dense(model: nn.Module, optimizer: Optimizer) -> Around:
-    return nothing, nothing
-
-
-def hooks(model: nn.Module, optimizer: Optimizer) -> Around:
+def hooks(model: nn.Module, optimizer: Optimizer) -> None:
     """Ours: ``Pruner`` on torch's AdamW."""
     Pruner(model, optimizer, schedule=Constant(SPARSITY))
-    return nothing, nothing
 
 
-def clipped(arm: Callable[..., Around], model: nn.Module, optimizer: Optimizer) -> Around:
+def clipped(arm: Callable[..., object], model: nn.Module, optimizer: Optimizer) -> None:
     """The same with ``clip_grad_norm_`` before the step, after which ours masks gradients once more."""
-    _, after = arm(model, optimizer)
-    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0), after
+    parameters = list(model.parameters())
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    optimizer.register_step_pre_hook(clip)
+    arm(model, optimizer)
 
 
 @torch.no_grad()
-def multiply(model: nn.Module, optimizer: Optimizer) -> Around:
+def multiply(model: nn.Module, optimizer: Optimizer) -> None:
     """The usual way: a float mask multiplied on gradient and weight, four bytes a weight."""
     weights = prunable(model)
-    masks = [(w.abs() > w.abs().flatten().quantile(SPARSITY)).float() for w in weights]
-    on_weights = partial(torch._foreach_mul_, [w.detach() for w in weights], masks)
-    on_weights()
-    return lambda: torch._foreach_mul_(gradients(weights), masks), on_weights
+    masks, values = (
+        [(w.abs() > w.abs().flatten().quantile(SPARSITY)).float() for w in weights],
+        [w.detach() for w in weights],
+    )
+    torch._foreach_mul_(values, masks)
+
+    def on_gradients(*_: object) -> None:
+        torch._foreach_mul_(gradients(weights), masks)
+
+    optimizer.register_step_pre_hook(on_gradients)
+    optimizer.register_step_post_hook(lambda *_: torch._foreach_mul_(values, masks))
 
 
-def torch_prune(model: nn.Module, optimizer: Optimizer) -> Around:
+def torch_prune(model: nn.Module, optimizer: Optimizer) -> None:
     """torch.nn.utils.prune: a parametrization that multiplies in each forward pass."""
     for weight in eligible(model).weights:
         prune.l1_unstructured(weight.module, "weight", SPARSITY)
-    return nothing, nothing
 
 
-def topk_every_step(model: nn.Module, optimizer: Optimizer) -> Around:
+def topk_every_step(model: nn.Module, optimizer: Optimizer) -> None:
     """A proximal step: the smallest weights of every layer are set to zero after each update."""
 
-    def project() -> None:
+    def project(*_: object) -> None:
         for flat in (weight.detach().view(-1) for weight in prunable(model)):
             flat[flat.abs().topk(round(SPARSITY * flat.numel()), largest=False, sorted=False).indices] = 0
 
-    return nothing, project
+    optimizer.register_step_post_hook(project)
 
 
-ARMS: dict[str, Callable[..., Around]] = {
-    "dense": dense,
+ARMS: dict[str, Callable[..., object]] = {
+    "dense": lambda model, optimizer: None,
     "prunus, hooks on AdamW": hooks,
-    "dense, clipping": partial(clipped, dense),
+    "dense, clipping": partial(clipped, lambda model, optimizer: None),
     "prunus, clipping": partial(clipped, hooks),
     "mask times gradient and weight": multiply,
     "torch.nn.utils.prune": torch_prune,
@@ -133,16 +133,14 @@ def measure_steps(options: StepCost, tokens: int, fused: bool) -> list[Row]:
     torch.manual_seed(0)
     batch = torch.randint(0, 256, (max(1, tokens // CONTEXT), min(tokens, CONTEXT) + 1))
 
-    def step_of(arm: Callable[..., Around]) -> Callable[[], None]:
+    def step_of(arm: Callable[..., object]) -> Callable[[], None]:
         model = options.network()
         optimizer = AdamW(model.parameters(), lr=LR, fused=fused)
-        before, after = arm(model, optimizer)
+        arm(model, optimizer)
 
         def step() -> None:
             loss_of(model(batch[:, :-1]), batch[:, 1:]).backward()
-            before()
             optimizer.step()
-            after()
             optimizer.zero_grad()
 
         return step
@@ -294,12 +292,11 @@ def measure_training(run: Run, rounds: int) -> Row:
     }
 
 
-def _beside(row: Row, record: Record) -> Row:
-    return {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {}
-
-
 TABLES = {
-    "step": RecordTable("arm | optimizer | tokens:, | ms:.1f | overhead:+.2% | beside", _beside),
+    "step": RecordTable(
+        "arm | optimizer | tokens:, | ms:.1f | overhead:+.2% | beside",
+        lambda row, record: {"overhead": None, "beside": None} if row["arm"] == row["beside"] else {},
+    ),
     "update": RecordTable(
         "way | ms:.3f | ratio:.3f | over the masked step = overhead:+.2% | ulp from torch's = ulps_from_torch:.2f"
     ),

@@ -1,15 +1,21 @@
 """The main figures: the tables of ``README.md`` and of ``docs/evidence/README.md``."""
 
 import json
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prunus.lab.study.tables import markdown_table
 
-from .benchmark import Row, newest_records
+from .benchmark import Record, Row, newest_records
+from .bits_figures import BitsFigures, percent
+from .bits_figures import read_figures as read_bits
+from .figures import ModelFigures
 from .probe import BESIDE, counted, read_figures
-from .repair_figures import figures_of
+from .repair_figures import read_figures as read_repair
 from .select import OURS
+from .shrink_figures import read_figures as read_shrunk
 from .study import level_name
 
 WAYS = {  # columns of the table for after training
@@ -29,11 +35,12 @@ TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the defaul
     ("lenet-rates", "LeNet-5, MNIST", 0.95, "bitter7"),
     ("resnet-rates", "ResNet-20, CIFAR-10", 0.9, "bitter7"),
 ]
+SMALL = ("recover", "80", "4"), ("dense", "", "4")  # way, level and form of GPT-51M in few bits
 CHECKS = ("training", "magnitude", "wanda", "fisher", "repair", "export", "doctor", "sparse run")
 
 
 def readme_parts(results: Path, studies: Path) -> dict[str, str]:
-    return {"figures": "\n\n".join([after_training(results), in_training(studies), costs(results)])}
+    return {"figures": choices(results, studies)}
 
 
 def parts(results: Path, studies: Path, probe: Path, records: Path) -> dict[str, str]:
@@ -50,9 +57,9 @@ def parts(results: Path, studies: Path, probe: Path, records: Path) -> dict[str,
 
 def after_training(results: Path) -> str:
     """Models and levels that repair and at least one other way were measured on."""
-    models = figures_of(results)
+    models = read_repair(results)
     lines = [
-        [f"{model.name}, {level_name(level)}", model.number(model.dense), *cells]
+        [model.title(level), model.number(model.dense), *cells]
         for model in models
         for level in model.levels
         if model.num_seeds == len(model.values("repair", level))
@@ -92,25 +99,142 @@ def _spread(row: Row, metric: Row, num_seeds: int) -> str:
     return text + (f" (n = {fewer})" if fewer < num_seeds else "")
 
 
+def row_of(records: Sequence[Record], what: str, **wanted: Any) -> Row:
+    """The row with those values of the largest record of its kind."""
+    rows = [
+        (r["settings"].get("num_weights") or r["settings"].get("blocks") or 0, row | {"record": r})
+        for r in records
+        if r["what"] == what
+        for row in r["rows"]
+        if all((row | r["settings"]).get(key) == value for key, value in wanted.items())
+    ]
+    return max(rows, key=lambda each: each[0])[1]
+
+
+def choices(results: Path, studies: Path) -> str:
+    """Which way a reader should take: what to type, and what was measured of it."""
+    records = newest_records(results)
+    of_bits = {model.figures.name: model for model in read_bits(results, studies)}
+    shrunk = {model.name: model for model in read_shrunk(results)}
+    lines = [
+        [
+            "a smaller file",
+            "Dense in 4 or 8 bits, by [another tool](docs/bits.md#dense-models); for less than that, sparse in 4 bits",
+            "`prunus prune MODEL --text CORPUS --sparsity 0.8 --recover 20M --bits 4 --out small`",
+            _smaller(of_bits),
+        ],
+        [
+            "faster chat on one GPU",
+            "A sparse file in 4 bits, run by our [decoder](docs/run-and-ship.md#run-it)",
+            '`prunus generate small --compile --prompt "Once"`',
+            _faster(records),
+        ],
+        [
+            "many users at once",
+            "Another tool: a dense model in few bits, by [llm-compressor](docs/bits.md#dense-models)",
+            "`vllm serve MODEL-W4A16`",
+            _together(records),
+        ],
+        [
+            "a phone, or llama.cpp",
+            "A model that is [shrunk](docs/shrink.md), then llama.cpp's own `llama-quantize`",
+            "`prunus shrink MODEL --text CORPUS --size 0.8 --recover 20M --out smaller`",
+            _shrunk(shrunk),
+        ],
+        [
+            "to train anyway",
+            "Prune [while you train](docs/training.md): the second snippet, or our trainer",
+            "`prunus train --data TEXT --sparsity 0.8 --out runs/mine`",
+            _trained(records, studies),
+        ],
+        [
+            "to work without a GPU",
+            "Prune or shrink on the CPU, then run the model elsewhere or by llama.cpp",
+            "`prunus prune MODEL --text CORPUS --out pruned`",
+            _without_gpu(records, {model.name: model for model in read_repair(results)}),
+        ],
+    ]
+    return markdown_table(["I want", "take", "type", "what was measured"], lines, words=range(4))
+
+
+def _smaller(models: Mapping[str, BitsFigures]) -> str:
+    model, other = models["GPT-51M"], models["SmolLM2-135M"]
+    sparse, codes = (next(a for a in model.arms if (a.way, a.level, a.form) == key) for key in SMALL)
+    stored = (model.figures.rows[key].values() for key in (("dense", ""), ("dense 4", ""), ("recover 4", "80")))
+    sizes = [statistics.fmean(row["num_bytes"] for row in rows) / 1e6 for rows in stored]
+    eight = next(arm for arm in other.arms if (arm.way, arm.form) == ("dense", "8-nearest"))
+    least = next(arm for arm in other.arms if (arm.way, arm.form) == ("dense", "4"))
+    return (
+        f"GPT-51M: its blocks' weights take {sizes[2]:.1f} MB at 80 % in 4 bits, perplexity {percent(sparse.loss)}; "
+        f"dense they take {sizes[1]:.1f} MB in 4 bits, {percent(codes.loss)}, and {sizes[0]:.1f} MB in 16. "
+        f"SmolLM2-135M (from a 4-bit file), dense, by our rounding: {percent(eight.loss)} in 8 bits, "
+        f"{percent(least.loss)} in 4; sparse in 4 not measured"
+    )
+
+
+def _decoded(records: Sequence[Record], zeros: str, batch: int) -> Row:
+    return row_of(records, "decode", way="decoder, compiled", zeros=zeros, batch=batch)
+
+
+def _faster(records: Sequence[Record]) -> str:
+    half, fifth, theirs = (_decoded(records, zeros, 1) for zeros in ("50%, 4 bits", "80%, 4 bits", "int4"))
+    return (
+        f"Random weights of Llama-3-8B's shape, {half['record']['environment']['machine']}, one text: "
+        f"{half['times_faster']:.2f} times the dense speed at 50 % in 4 bits and {fifth['times_faster']:.2f} at 80 %, "
+        f"in {half['memory']:.2f} and {fifth['memory']:.2f} of its memory; torch's dense int4 "
+        f"{theirs['times_faster']:.2f} times in {theirs['memory']:.2f}. Products of codes need compute capability "
+        "9.0 (H100); older GPUs hold values. Quality at this size is not measured"
+    )
+
+
+def _together(records: Sequence[Record]) -> str:
+    one, eight = (_decoded(records, "80%, 4 bits", batch)["times_faster"] for batch in (1, 8))
+    return (
+        f"Our decoder gains less the more texts it writes: the same random weights at 80 % in 4 bits are {one:.2f} "
+        f"times as fast as dense with one text, {eight:.2f} with 8, and more than 16 are not possible"
+    )
+
+
+def _shrunk(models: Mapping[str, ModelFigures]) -> str:
+    said = [
+        f"{name}, {level} % of its blocks' weights less: perplexity {models[name].beside(way, level)}"
+        for name, way, level in (("SmolLM2-135M", "solved-recover", "20"), ("GPT-51M", "tuned-recover", "25"))
+    ]
+    return "; ".join(said) + ", after recovery. Speed in llama.cpp is not measured"
+
+
+def _trained(records: Sequence[Record], studies: Path) -> str:
+    study, model, _, arm = TRAINED[0]
+    result = json.loads((studies / study / "study_result.json").read_text())
+    rows = {(row["arm"], row["sparsity"]): row for row in result["rows"]}
+    keys = (rows[arm, 0.5]["dense"], 0.0), (arm, 0.5), (arm, 0.8)
+    dense, half, fifth = (_spread(rows[key], result["metric"], 0) for key in keys)
+    step = row_of(records, "train", arm="Pruner + AdamWPrune")
+    return (
+        f"{model}, {len(rows[arm, 0.5]['seeds'])} seeds: perplexity {dense} dense, {half} at 50 %, {fifth} at 80 %. "
+        f"A step takes {step['ratio']:.3f} of the time of a dense one, {step['record']['environment']['machine']}"
+    )
+
+
+def _without_gpu(records: Sequence[Record], models: Mapping[str, ModelFigures]) -> str:
+    repair, model = row_of(records, "repair", weights="stories15M"), models["stories15M"]
+    dense, half = (model.number(model.mean(way, level) or 0.0) for way, level in (("dense", ""), ("repair", "50")))
+    threads = repair["record"]["environment"]["machine"].split(", ")[-1]
+    return (
+        f"stories15M, {threads}: {repair['seconds']:.0f} s; perplexity {dense} dense, {half} at 50 %. On a CPU zeros "
+        "save time only where nearly all weights are zero: `prunus export pruned --advise` measures it"
+    )
+
+
 def costs(results: Path) -> str:
     """Time of an event, of a step and of a repair, the size of a file, and the speed of text."""
     records = newest_records(results)
-
-    def row_of(what: str, **wanted: Any) -> Row:
-        """The row with those values of the largest record of its kind."""
-        rows = [
-            (r["settings"].get("num_weights") or r["settings"].get("blocks") or 0, row | {"record": r})
-            for r in records
-            if r["what"] == what
-            for row in r["rows"]
-            if all((row | r["settings"]).get(key) == value for key, value in wanted.items())
-        ]
-        return max(rows, key=lambda each: each[0])[1]
-
-    event, repair = row_of("select", method=OURS), row_of("repair", weights="stories15M")
-    step = row_of("train", arm="Pruner + AdamWPrune")
-    size = row_of("export", way="file, prunus: save_sparse, load_sparse", dtype="bfloat16", sparsity=0.5)["size"]
-    half, fifth = (row_of("decode", zeros=z, batch=1, way="decoder, compiled") for z in ("50%", "80%"))
+    event, repair = row_of(records, "select", method=OURS), row_of(records, "repair", weights="stories15M")
+    step = row_of(records, "train", arm="Pruner + AdamWPrune")
+    size = row_of(records, "export", way="file, prunus: save_sparse, load_sparse", dtype="bfloat16", sparsity=0.5)[
+        "size"
+    ]
+    half, fifth = (row_of(records, "decode", zeros=z, batch=1, way="decoder, compiled") for z in ("50%", "80%"))
     machine, threads = (each["record"]["environment"]["machine"] for each in (event, repair))
     return "\n".join(
         [
@@ -120,9 +244,10 @@ def costs(results: Path) -> str:
             "pruning, with PyTorch's fused AdamW, on the same GPU.",
             f"- Repairing stories15M takes {repair['seconds']:.0f} s on a CPU with {threads.split(', ')[-1]}.",
             f"- At 50 %, a pruned weight takes {size:.3f} of its bytes in a file in bfloat16.",
-            f"- A model of Llama-3-8B's shape writes text {half['times_faster']:.2f} times faster at 50 % and "
-            f"{fifth['times_faster']:.2f} times at 80 %, in {half['memory']:.2f} and {fifth['memory']:.2f} of the "
-            "GPU's memory, by our compiled decoder, sparse beside dense, on the same GPU.",
+            f"- A model of Llama-3-8B's shape with random weights writes text {half['times_faster']:.2f} times "
+            f"faster at 50 % and {fifth['times_faster']:.2f} times at 80 %, in {half['memory']:.2f} and "
+            f"{fifth['memory']:.2f} of the GPU's memory, by our compiled decoder, sparse beside dense, on the same "
+            "GPU.",
         ]
     )
 

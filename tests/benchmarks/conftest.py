@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import learning
+from benchmarks import study
 from benchmarks.__main__ import main
 from benchmarks.page import tables
 from prunus.lab.data.batches import ImageShape
@@ -76,7 +76,7 @@ def kill_recovery(monkeypatch):
     """Kills the recovery of a number."""
 
     def kill(which):
-        recover, num = learning.recover, 0
+        recover, num = study.recover, 0
 
         def killed(*args, **options):
             nonlocal num
@@ -85,7 +85,7 @@ def kill_recovery(monkeypatch):
                 raise KeyboardInterrupt
             return recover(*args, **options)
 
-        monkeypatch.setattr(learning, "recover", killed)
+        monkeypatch.setattr(study, "recover", killed)
 
     return kill
 
@@ -106,10 +106,20 @@ def small_images(tmp_path):
 
 
 @pytest.fixture
-def write_study(tmp_path):
+def write_record(tmp_path):
+    def write(what, settings, rows, *, name="a", date="2026-01-01"):
+        made = {"machine": "a machine", "python": "3", "versions": {"torch": "2"}, "commit": "abc"}
+        record = {"what": what, "date": date, "environment": made, "settings": settings, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+
+    return write
+
+
+@pytest.fixture
+def write_study(write_record):
     """Writes a record of a study: figures (way, level, steps, seed) -> value."""
 
-    def write(what, values, *, model="GPT-51M", metric="perplexity", name="a", settings=(), row=lambda values: {}):
+    def write(what, values, *, model="GPT-51M", metric="perplexity", settings=(), row=lambda values: {}, **options):
         rows = []
         for (way, level, steps, seed), value in values.items():
             one = {"seed": seed, "way": way, "level": level, "steps": steps, "metric": metric, "value": value}
@@ -118,9 +128,6 @@ def write_study(tmp_path):
                 one |= {"lr": 1e-3, "tokens": 100, "curve": [point] * 7, "teacher": point}
             rows.append(one | {"seconds": 2.0} | row(one))
         about = {"weights": model, "about": "", "device": "cpu", "samples": 4, "batch": 2, "held_out": 3}
-        about |= {"unit": "windows", **dict(settings)}
-        made = {"machine": "a machine", "python": "3", "versions": {"torch": "2"}, "commit": "abc"}
-        record = {"what": what, "date": "2026-01-01", "environment": made, "settings": about, "rows": rows}
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+        write_record(what, about | {"unit": "windows", **dict(settings)}, rows, **options)
 
     return write

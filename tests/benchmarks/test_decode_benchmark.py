@@ -33,13 +33,6 @@ def test_model_generate_is_run_at_its_own_batch_sizes(command):
     ]
 
 
-def test_only_models_that_are_compiled_whole_are_run_two_by_two():
-    models = {"none": 0, "50%": 1, "80%": 2}
-    assert [*decode.in_turns_with(models, "compiled")] == [models]
-    assert [[*some] for some in decode.in_turns_with(models, "static")] == [["none", "50%"], ["none", "80%"]]
-    assert [*decode.in_turns_with({"none": 0}, "static")] == [{"none": 0}]
-
-
 def test_a_run_that_ends_early_keeps_its_rows(command, monkeypatch, capsys):
     def rows(self, models, way, ids):
         if way == "generate":

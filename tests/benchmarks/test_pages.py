@@ -8,6 +8,7 @@ import pytest
 from benchmarks import distributed, page, probe, repair_figures, small_models, summary
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.benchmark import END, filled, newest_records
+from benchmarks.figures import outcome_of
 
 ROOT = Path(page.__file__).parents[1]
 RESULTS, PROBE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "evidence"
@@ -45,7 +46,7 @@ def test_every_command_has_help_and_stands_in_the_overview(command, capsys):
 
 
 def test_repair_is_better_than_wanda_and_sparsegpt_wherever_they_were_measured():
-    rows = [(model, level) for model in repair_figures.figures_of(RESULTS) for level in model.levels]
+    rows = [(model, level) for model in repair_figures.read_figures(RESULTS) for level in model.levels]
     for way in ("wanda", "llmc-sparsegpt"):
         compared = [(model.metric, model.mean(way, level), model.mean("repair", level)) for model, level in rows]
         compared = [each for each in compared if None not in each]
@@ -54,15 +55,15 @@ def test_repair_is_better_than_wanda_and_sparsegpt_wherever_they_were_measured()
 
 
 def test_tuning_is_never_clearly_worse_and_own_targets_are_never_clearly_better():
-    for model in repair_figures.figures_of(RESULTS):
+    for model in repair_figures.read_figures(RESULTS):
         for level in model.levels:
-            outcomes = {way: repair_figures.outcome_of(model.gains(way, level)) for way in repair_figures.CHOICES}
+            outcomes = {way: outcome_of(model.gains(way, level, "repair")) for way in repair_figures.CHOICES}
             assert outcomes["tuned"] != "worse" and outcomes["fisher-tuned"] != "worse"
             assert outcomes["own-targets"] != "better"
 
 
 def test_with_offload_a_block_takes_no_more_where_there_are_more_of_them():
-    records = [r for r in newest_records(RESULTS) if r["what"] == "repair" and r["settings"]["offload"]]
+    records = [record for record in newest_records(RESULTS, "repair") if record["settings"]["offload"]]
     few, many = sorted(repair_figures.block_rows(records), key=lambda row: row["blocks"])
     assert many["repair"] <= few["repair"] and many["peak_gib"] <= 1.01 * few["peak_gib"]
 

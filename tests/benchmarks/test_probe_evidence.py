@@ -5,13 +5,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import probe_study
 from benchmarks.__main__ import main
-from benchmarks.probe import ProbeFigures, parts, read_figures
+from benchmarks.probe import ProbeFigures, counted, outcome_table, parts, read_figures
 from benchmarks.probe_study import (
     MODELS,
     Evaluated,
@@ -25,8 +24,7 @@ from benchmarks.probe_study import (
     vetoed_by_lot,
 )
 from prunus import Global, PerLayer, PerRow
-from prunus.lab.data.batches import ImageShape
-from prunus.lab.models import RESNETS, resnet
+from prunus.lab.data.datasets import read_cifar10
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.method import Method
@@ -191,33 +189,17 @@ def test_models_that_are_not_equally_sparse_and_unfinished_files_make_no_page(da
         read_figures(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_file_of_other_settings_is_not_taken_up(data, capsys):
-    with pytest.raises(SystemExit):
-        main(["evidence", "run", "--data", str(data), "--results", str(data.parent / "results"), "--seeds", "0"])
-    assert "samples = 4, not 16" in capsys.readouterr().err
-
-
-def test_images_are_normalised_drawn_by_the_seed_and_counted(tmp_path):
-    folder = tmp_path / "ResNet-20"
-    folder.mkdir()
-    model = resnet(RESNETS["resnet20"], ImageShape(3, 32, 10)).eval()
-    state = {f"module.{name}": value for name, value in model.state_dict().items()}
-    torch.save({"state_dict": state}, folder / "resnet20.th")
-    draw = np.random.default_rng(0)
-    pixels, labels = draw.integers(0, 256, (8, 3, 32, 32)).astype("u1"), np.arange(8)
-    records = np.concatenate([labels[:, None].astype("u1"), pixels.reshape(8, -1)], 1)
-    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        records.tofile(folder / f"{name}.bin")
+def test_images_are_normalised_drawn_by_the_seed_and_counted(small_images, tmp_path):
+    folder = Path(small_images[-1]).rename(tmp_path / "ResNet-20")
     first, second = (load_model(MODELS[2].small(), tmp_path, seed, torch.device("cpu")) for seed in (0, 1))
     inputs, _ = first.batches[0]
-    assert inputs.shape == (4, 3, 32, 32)
-    assert not torch.equal(inputs, second.batches[0][0])
+    assert inputs.shape == (4, 3, 32, 32) and not torch.equal(inputs, second.batches[0][0])
+    train, test = read_cifar10(folder)
     mean = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
     std = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-    expected = (torch.from_numpy(pixels).float() / 255 - mean) / std
-    torch.testing.assert_close(inputs[0], expected[[torch.allclose(inputs[0], e, atol=1e-4) for e in expected]][0])
-    right = (model(expected[:4]).argmax(1) == torch.from_numpy(labels[:4])).float().mean()
+    pixels, unseen = ((torch.from_numpy(part.pixels).float() / 255 - mean) / std for part in (train, test))
+    assert all(any(torch.allclose(image, one, atol=1e-4) for one in pixels) for image in inputs)
+    right = (first.model(unseen[:4]).argmax(1) == torch.from_numpy(test.labels[:4])).float().mean()
     assert first.evaluate(first.model) == pytest.approx(float(right))
 
 
@@ -236,13 +218,6 @@ def figures(metric, dense, probed, alone):
     return ProbeFigures([{"settings": settings, "metric": metric}] * 3, rows)
 
 
-def parts_of(model):
-    """The tables that need no environment."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.probe._section", lambda model: "")
-        return parts([model])
-
-
 @pytest.mark.parametrize(
     "metric, probed, alone, outcome",
     [
@@ -258,14 +233,13 @@ def test_outcomes_follow_from_the_figures_and_are_counted(metric, probed, alone,
     case = figures(metric, 8.0 if metric == "perplexity" else 0.92, probed, alone)
     assert {each.outcome for each in case.against("probed")} == {outcome}
     assert {each.outcome for each in case.against("target")} == {outcome}
-    counts = f"| {int(outcome == 'better')} | {int(outcome == 'worse')} | 1 |"
-    assert f"| toy | WANDA, row {counts}" in parts_of(case)["strategies"]
+    assert counted(case.against("probed")) == [str(4 * (outcome == name)) for name in ("better", "worse")] + ["4"]
 
 
 def test_ruined_models_are_set_apart_and_what_is_no_number_is_not_compared():
     case = figures("perplexity", 8.0, [100.0] * 3, [200.0] * 3)
     assert not any(each.usable for each in case.against("probed"))
-    assert "| toy | as it is defined | 0 | 0 | 0 | 4 | 0 | 4 |" in parts_of(case)["outcomes"]
+    assert "| toy | as it is defined | 0 | 0 | 0 | 4 | 0 | 4 |" in outcome_table([case])
     broken = figures("perplexity", 8.0, [9.0, None, 9.0], [10.0] * 3)
     assert broken.against("probed") == []
     assert math.isinf(broken.mean(("WANDA, row", 0.5, "probed", 1.0)))

@@ -1,0 +1,218 @@
+"""Folders that are pruned block by block, beside models that are loaded whole: memory, time, and the same bits.
+
+Each call runs in a process of its own. Its memory is the largest resident size, less that of the same call on a folder
+of the size of stories260K.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import prunus
+from prunus.cli import main
+from prunus.files.reader import open_tensors
+from prunus.ops.bits import words_of
+from prunus.ops.machine import said_by_linux
+from prunus.trained.data import drawn
+
+from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
+
+SMALL = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, "vocab_size": 512}  # stories260K
+WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "num_attention_heads": 16, "vocab_size": 32_000}
+STORIES15M = {"hidden_size": 288, "intermediate_size": 768, "num_attention_heads": 6, "vocab_size": 32_000}
+WORKS = {"repair": [], "masks": ["--no-repair", "--score", "magnitude"]}  # options of the command
+GOALS = {"repair": 0.6, "masks": 0.4}  # memory as a share of the folder
+TIME_GOAL, RANKS_GOAL = 1.05, 1.7  # beside the model that is loaded whole, and one process beside two
+EVALUATED = 4  # windows that the command measures the model on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Benchmark):
+    """Prune folders of random Llama blocks of width 1,024 in float32, block by block and loaded whole."""
+
+    work: Literal["masks", "repair"] = "masks"  # masks by magnitude alone, or a repair by the solver
+    blocks: tuple[int, ...] = (4, 8, 16, 37)  # of each folder
+    ways: tuple[str, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
+    windows: int = 32  # that calibrate
+    length: int = 256  # tokens of each
+    memory: str = "none"  # limit for activations of a repair, as 400MB
+    tokens: Path | None = None  # file of 16-bit tokens below 512; by default random ones
+    ranks: int = 1  # processes that divide a repair of stories15M's shape; with 1 that is not measured
+
+    def measure(self) -> Measured:
+        if unknown := [way for way in self.ways if way not in WAYS]:
+            raise ValueError(f"--ways are {', '.join(WAYS)}, got {unknown[0]!r}")
+        settings: dict[str, Any] = {"dtype": "float32", "sparsity": SPARSITY}
+        if self.work == "repair" or self.ranks > 1:
+            settings |= {"windows": self.windows, "length": self.length, "memory": self.memory}
+        with tempfile.TemporaryDirectory() as place:
+            tokens = Path(place, "tokens.npy")
+            num = (self.windows + EVALUATED) * self.length
+            random = np.random.default_rng(0).integers(0, SMALL["vocab_size"], num, dtype=np.uint16)
+            np.save(tokens, random if self.tokens is None else np.fromfile(self.tokens, np.uint16)[:num])
+            call = Call(tokens, self.windows, self.length, self.memory, self.threads)
+            if self.ranks > 1:
+                settings |= {"weights": "6 blocks of stories15M's shape"}
+                return "large ranks", settings, measure_ranks(call, Path(place), self.ranks)
+            settings |= {"weights": f"{self.work}, {' '.join(map(str, self.blocks))} blocks of width 1,024"}
+            return "large", settings, measure_memory(call, Path(place), self.work, self.blocks, self.ways)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all calls share."""
+
+    tokens: Path
+    windows: int
+    length: int
+    memory: str
+    threads: int
+
+    def run(self, way: str, work: str, folder: Path, out: Path, ranks: int = 1) -> list[Row]:
+        """What a call took, by rank, measured in a process of its own."""
+        start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run"]
+        start += [] if ranks == 1 else ["--standalone", f"--nproc-per-node={ranks}"]
+        shared = [str(self.tokens), str(self.windows), str(self.length), self.memory]
+        command = [*start, "-m", "benchmarks.large", way, work, str(folder), str(out), *shared]
+        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{way} of {work} ended with {done.returncode}: {done.stderr[-2000:]}")
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
+
+
+def make_folder(folder: Path, shape: dict[str, int], blocks: int) -> Path:
+    """Write a folder of random blocks, in a process of its own: what it takes stays out of all measurements."""
+    program = (
+        "import sys, json, torch; from transformers import LlamaConfig, LlamaForCausalLM; torch.manual_seed(0); "
+        "config = LlamaConfig(**json.loads(sys.argv[2]), tie_word_embeddings=True, pad_token_id=0); "
+        "LlamaForCausalLM(config).save_pretrained(sys.argv[1])"
+    )
+    about = json.dumps(shape | {"num_hidden_layers": blocks})
+    subprocess.run([sys.executable, "-c", program, str(folder), about], check=True, capture_output=True)
+    return folder
+
+
+def measure_memory(call: Call, place: Path, work: str, blocks: Sequence[int], ways: Sequence[str]) -> list[Row]:
+    """A row for each number of blocks and way; RuntimeError unless all ways write the same bits."""
+    small, rows = make_folder(place / "small", SMALL, 5), []
+    least = {way: call.run(way, work, small, place / f"small_{way.split()[0]}")[0]["peak_mb"] for way in ways}
+    for num in blocks:
+        folder = make_folder(place / "folder", WIDE, num)
+        outs = {way: place / f"out_{way.split()[0]}" for way in ways}
+        megabytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6
+        measured = {way: call.run(way, work, folder, out)[0] for way, out in outs.items()}
+        same_bits(list(outs.values()))
+        for way, row in measured.items():
+            above = row["peak_mb"] - least[way]
+            row |= {"work": work, "blocks": num, "folder_mb": megabytes, "above_mb": above, "share": above / megabytes}
+            row["share_goal"] = GOALS[work] if way != "module" else None
+            if "module" in measured and way == "folder":
+                row |= {"times": row["cpu_seconds"] / measured["module"]["cpu_seconds"], "times_goal": TIME_GOAL}
+            rows.append(row)
+            print(row, flush=True)
+        for path in (folder, *outs.values()):
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    return rows
+
+
+def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
+    """One process and several, a thread each; the CPU seconds are those of the busiest."""
+    folder, rows = make_folder(place / "folder", STORIES15M, 6), []
+    for num in (1, ranks):
+        each = call.run("folder", "repair", folder, place / f"out_{num}", num)
+        row = {name: max(row[name] for row in each) for name in ("seconds", "cpu_seconds", "peak_mb")}
+        rows.append({"ranks": num} | row)
+    for row in rows:
+        row |= {name.replace("seconds", "times"): rows[0][name] / row[name] for name in ("seconds", "cpu_seconds")}
+        row["goal"] = RANKS_GOAL if row["ranks"] > 1 else None
+    return rows
+
+
+def same_bits(folders: Sequence[Path]) -> None:
+    """RuntimeError unless all folders hold the same tensors."""
+    first, *others = folders
+    for other in others:
+        with open_tensors(first) as ours, open_tensors(other) as theirs:
+            names = ours.homes.keys()
+            if theirs.homes.keys() != names:
+                raise RuntimeError(f"{first} and {other} hold different tensors, so no figure is reported")
+            for name in names:
+                if not torch.equal(words_of(ours.read(name)), words_of(theirs.read(name))):
+                    raise RuntimeError(f"{name} differs between {first} and {other}, so no figure is reported")
+
+
+# In the process of a call
+
+
+def by_command(work: str, folder: str, out: str, tokens: Path, windows: int, length: int, memory: str) -> None:
+    """``prunus prune``, which measures the dense and the pruned model too."""
+    data = ["--tokens", str(tokens), "--eval-tokens", str(tokens), "--eval-windows", str(EVALUATED)]
+    how = ["--samples", str(windows), "--length", str(length), "--start-token", "no", *WORKS[work]]
+    limit = [] if memory == "none" or work == "masks" else ["--memory", memory]
+    main(["prune", folder, "--out", out, *data, *how, *limit])
+
+
+def in_python(load: Callable[[str], Any]) -> Callable[..., None]:
+    """``prune`` of what ``load`` makes of the folder."""
+
+    def run(work: str, folder: str, out: str, tokens: Path, windows: int, length: int, memory: str) -> None:
+        batches = [drawn(np.load(tokens, "r"), windows, length, 0)] if work == "repair" else ()
+        model, limit = load(folder), None if memory == "none" else int(memory.removesuffix("MB")) * 10**6
+        how: dict[str, Any] = {"out": out} if isinstance(model, str) else {}
+        if work == "repair":
+            how |= {"group": True if torch.distributed.is_initialized() else None, "memory": limit}
+        prunus.prune(model, batches, SPARSITY, progress=False, **how)
+        if not isinstance(model, str):
+            model.save_pretrained(out)
+
+    return run
+
+
+def _loaded(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+WAYS = {"prunus prune": by_command, "folder": in_python(lambda folder: folder), "module": in_python(_loaded)}
+
+
+def call_alone(way: str, work: str, folder: str, out: str, tokens: str, windows: str, length: str, memory: str) -> None:
+    """Run one call, and print what it took; what imports take is left out of the time."""
+    import accelerate  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    began, cpu = time.perf_counter(), time.process_time()
+    WAYS[way](work, folder, out, Path(tokens), int(windows), int(length), memory)
+    row = {"way": way, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+    print("\n" + json.dumps(row | {"peak_mb": (said_by_linux("self/status", "VmHWM") or 0) / 1e6}), flush=True)
+
+
+TABLES = {
+    "large": RecordTable(
+        "work | blocks | folder MB = folder_mb:,.0f | way | peak MB = peak_mb:,.0f | "
+        "above the small MB = above_mb:,.0f | of the folder = share:.2f | goal = share_goal:g | "
+        "CPU s = cpu_seconds:,.0f | times the module's = times:.2f | "
+        "goal = times_goal:g"
+    ),
+    "large ranks": RecordTable(
+        "ranks | s = seconds:,.0f | CPU s of the busiest = cpu_seconds:,.0f | times faster = times:.2f | "
+        "by CPU s = cpu_times:.2f | goal:g | peak MB = peak_mb:,.0f"
+    ),
+}
+
+if __name__ == "__main__":
+    call_alone(*sys.argv[1:])
