@@ -164,11 +164,6 @@ class MaskStore:
         self.densities: dict[str, float] = {}  # fraction of each weight that its mask keeps, on all ranks, as counted
         self._in_empty_state = in_empty_state
 
-    def take_out(self) -> None:
-        """Take the masks out of the optimizer's state."""
-        for parameter in self.weights.values():
-            self.optimizer.state.get(parameter, {}).pop("mask", None)
-
     def packed(self, masks: Mapping[str, Tensor] | Literal["zeros"]) -> dict[str, Tensor]:
         """Packed bits of a user's masks, or of where the weights are not zero."""
         if isinstance(masks, Mapping):

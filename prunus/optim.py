@@ -86,9 +86,9 @@ class AdamWPrune(torch.optim.Optimizer):
     """``torch.optim.AdamW`` whose step is masked by ``state[p]["mask"]``, packed bits that a Pruner puts there.
 
     Without masks its trajectories equal those of ``AdamW(foreach=False)`` to the bit. ``max_norm``
-    clips the norm of the masked gradients of all parameters together inside the step, as
-    ``clip_grad_norm_`` before it would. Gradients are masked inside the step alone: what looks at them
-    before it, a ``GradScaler`` or your own clipping, sees those of pruned weights too.
+    clips the norm of all masked gradients together, inside the step, as ``clip_grad_norm_`` does
+    before it. Gradients are masked only inside the step: a ``GradScaler`` or your own clipping before
+    it also sees those of pruned weights.
     ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16. Of DTensors
     each rank updates what it holds; only the norm for ``max_norm`` is summed over ranks.
 

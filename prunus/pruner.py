@@ -134,7 +134,6 @@ class Pruner:
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         check_free(self._weights, optimizer)
         check_devices(self._weights)
-        self._num_weights = sum(p.numel() for p in self._weights.values())
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
         shapes = [Shape(w.name, tuple(w.parameter.shape), w.outputs) for w in self._eligible.weights]
@@ -170,9 +169,10 @@ class Pruner:
         """Options and progress, from a count that is kept: printing a Pruner is cheap and never collective."""
         if "_handles" not in self.__dict__:  # its constructor raised
             return object.__repr__(self)
+        num_weights = sum(p.numel() for p in self._weights.values())
         return (
             f"Pruner(score={self._score_name}, schedule={self.schedule}, step={self.step}, "
-            f"sparsity={1 - self._store.num_kept / max(self._num_weights, 1):.4f} of {self._num_weights:,} "
+            f"sparsity={1 - self._store.num_kept / max(num_weights, 1):.4f} of {num_weights:,} "
             f"in {len(self._weights)} weights)"
         )
 
@@ -261,8 +261,10 @@ class Pruner:
         norms = self._inputs.norms() if self._inputs else {}
         scores = together(self._ranks, lambda: self._scores(norms))
         before, regrown = self._store.num_kept, 0
-        if share := self.regrow.share(self.schedule, self.step) if self.regrow else 0.0:
-            masks, regrown = together(self._ranks, lambda: self._swapped(scores, sparsity, share))
+        if self.regrow and (share := self.regrow.share(self.schedule, self.step)):
+            back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
+            swap = partial(regrown_masks, self.select, scores, sparsity, (self._bits, before), share, back)
+            masks, regrown = together(self._ranks, swap)
         else:
             masks = together(self._ranks, lambda: self.select.packed(scores, sparsity, self._bits, before))
         check_copies(self._ranks, self._weights, masks)
@@ -293,7 +295,8 @@ class Pruner:
         if self._inputs:
             self._inputs.listen(False)
         release(self._store)
-        self._store.take_out()
+        for parameter in self._weights.values():
+            self.optimizer.state.get(parameter, {}).pop("mask", None)
 
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers only.
@@ -390,7 +393,6 @@ class Pruner:
             del self._weights[weight.name]
             self._bits.pop(weight.name, None)
             self.optimizer.state.get(weight.parameter, {}).pop("mask", None)
-        self._num_weights = sum(p.numel() for p in self._weights.values())
         self._store.count()
         warnings.warn(f"no gradient has reached {_listed(odd)}: left dense", stacklevel=2)
 
@@ -401,12 +403,6 @@ class Pruner:
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}
         how = {"dtype": self.score_dtype, "more": collected, "shards": self._shards}
         return sources(self._eligible.weights, self.optimizer, self.score, self.score_options, **how)
-
-    def _swapped(self, scores: Sequence[Lazy], sparsity: float, share: float) -> tuple[dict[str, Tensor], int]:
-        """Masks at an event in which a share of the weights comes back, and how many did."""
-        assert self.regrow is not None
-        back = partial(self.regrow.sources, self._eligible.weights, self.optimizer, self._shards)
-        return regrown_masks(self.select, scores, sparsity, (self._bits, self._store.num_kept), share, back)
 
     def _falls_short(self) -> bool:
         """Whether the selector would prune more than the masks do, and no event of the schedule is left for it."""

@@ -17,7 +17,6 @@ from .eligible import Weight
 from .ops.candidates import Packed
 from .ops.lazy import Lazy
 from .ops.shard import Shard
-from .ranks import local
 from .schedule import Ramp, Schedule
 from .score import REGROWTH
 from .select import Selector
@@ -83,18 +82,15 @@ class Regrow:
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
     ) -> list[Lazy]:
         """Lazy scores by which pruned weights are ranked; ``shards`` are this rank's."""
-        row = REGROWTH[self.by]
         buffers: dict[str, Any] = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
-        if self.by != "momentum" or all(buffer is None for buffer in buffers.values()):
-            return sources(weights, optimizer, row, {}, more={}, shards=shards)
-        if missing := [name for name, buffer in buffers.items() if buffer is None]:
-            raise ValueError(f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait")
-        scores = []
-        for w in weights:
-            where = {"outputs": w.outputs, "shard": shards[w.name] if shards else None}
-            reads = {"exp_avg": local(buffers[w.name])}
-            scores.append(Lazy(w.name, local(w.parameter), row.of, reads, formula=row.formula, **where))
-        return scores
+        more: dict[str, dict[str, Tensor]] = {}
+        if self.by == "momentum" and any(buffer is not None for buffer in buffers.values()):
+            if missing := [name for name, buffer in buffers.items() if buffer is None]:
+                raise ValueError(
+                    f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait"
+                )
+            more = {"exp_avg": buffers}
+        return sources(weights, optimizer, REGROWTH[self.by], {}, more=more, shards=shards)
 
 
 def regrown_masks(

@@ -13,7 +13,7 @@ SHAPES = {
     "cubic": lambda p: p**3,
     "zhu_gupta": lambda p: 1 - (1 - p) ** 3,
 }
-NUM_EVENTS = 20  # of a ramp, about, where nothing else is said
+NUM_EVENTS = 20  # of a ramp, about, however long it is, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Ramp(_Steps):
 
     @property
     def period(self) -> int:
-        """Steps from one event to the next where nothing else is said."""
+        """Default number of steps from one event to the next."""
         self._check_resolved()
-        return event_period(self.begin, self.end)
+        return max(1, round((self.end - self.begin) / NUM_EVENTS))
 
     def is_event(self, step: int, every: int | None = None) -> bool:
         """Every ``every`` steps from ``begin`` on, by default every ``period``, and once at ``end``."""
@@ -132,11 +132,6 @@ class Constant(_Steps):
 
 
 Schedule = Ramp | OneShot | Constant
-
-
-def event_period(begin: int | float, end: int | float) -> int:
-    """Steps from one event to the next that make about 20 events, however long the ramp is."""
-    return max(1, round((end - begin) / NUM_EVENTS))
 
 
 def progress_text(schedule: Schedule, step: int) -> str:

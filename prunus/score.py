@@ -164,7 +164,6 @@ class Score:
     formula: Callable[[Mapping[str, Any]], Formula | None] | None = None
     check: Callable[[Mapping[str, Any]], None] = lambda _: None
     equals: Callable[[Mapping[str, Any]], str | None] = lambda _: None
-    is_signed: bool = False  # whether it may be negative
 
     @property
     def reads_moments(self) -> bool:
@@ -226,7 +225,7 @@ SCORES = {
     "bitter2": _MAGNITUDE,
     "bitter3": _BITTER3,
     "bitter4": _BITTER3,
-    "bitter5": Score(bitter5, _ALL, ("adam_eps",), _with_direction("bitter5", False), is_signed=True),
+    "bitter5": Score(bitter5, _ALL, ("adam_eps",), _with_direction("bitter5", False)),
     "bitter6": Score(bitter6, _ALL, ("adam_eps",), _bitter6),
     "bitter7": Score(
         bitter7, ("weight", "exp_avg_sq"), (), lambda c: Formula("bitter7", _W | _V, c.get("eps") or 0.0, 0.0, True)
@@ -238,7 +237,7 @@ SCORES = {
         lambda c: Formula("bitter8", _W | _M, c.get("eps") or 0.0, 1 - c.get("beta1", 0.9) ** c["step"], True),
         equals=lambda options: None if options.get("eps") else "bitter3",
     ),
-    "bitter9": Score(bitter9, _ALL, ("adam_eps",), _with_direction("bitter9", False), is_signed=True),
+    "bitter9": Score(bitter9, _ALL, ("adam_eps",), _with_direction("bitter9", False)),
     "fisher": Score(
         fisher,
         ("weight", "exp_avg_sq", "step"),
@@ -247,7 +246,7 @@ SCORES = {
         check=lambda options: check_power(options.get("q")),
         equals=lambda options: {0: "magnitude", 0.25: "bitter7"}.get(options.get("q", 1)),
     ),
-    "movement": Score(movement, ("movement",), formula=lambda _: Formula("itself", {"w": "movement"}), is_signed=True),
+    "movement": Score(movement, ("movement",), formula=lambda _: Formula("itself", {"w": "movement"})),
     "random": Score(random, ("position",), ("name",), lambda _: Formula("random", {})),
     "wanda": Score(wanda, ("weight", "input_norm"), formula=lambda _: Formula("wanda", _W | {"v": "input_norm"})),
 }

@@ -1,6 +1,7 @@
 """How sparse a model is: zeros of every weight matrix, and the reason where one stays dense."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
@@ -90,15 +91,20 @@ def report(
     ranks: Ranks | None = None,
     lr_factors: Mapping[str, float] = MappingProxyType({}),
     progress: str | None = None,
+    holding: Callable[[Sequence[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
 ) -> SparsityReport:
     """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
 
-    Collective over ``ranks``, which hold shards of the weights.
+    Collective over ``ranks``, which hold shards of the weights. ``holding`` brings those of some names into memory.
     """
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     reasons = {weight.name: None for weight in chosen.weights} | chosen.dense
     named = {name: p for name, p in parameters.items() if name in reasons}
-    zeros = torch.tensor([local(p).numel() - int(local(p).count_nonzero()) for p in named.values()])
+    counts = []
+    for name, p in named.items():
+        with holding([name]):
+            counts.append(local(p).numel() - int(local(p).count_nonzero()))
+    zeros = torch.tensor(counts)
     if ranks:
         zeros = ranks.total(zeros * torch.tensor([shard_of(name, p, ranks).is_owner for name, p in named.items()]))
     layers = [

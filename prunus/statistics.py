@@ -52,7 +52,7 @@ def sources(
     more: Mapping[str, Mapping[str, Tensor]],
     shards: Mapping[str, Shard] | None = None,
 ) -> list[Lazy]:
-    """Lazy scores of every weight; ``more`` holds statistics that no optimizer keeps, by kind and name.
+    """Lazy scores of every weight; ``more`` holds statistics by kind and name, and goes before the optimizer's own.
 
     ``shards`` are this rank's, if weights are sharded. If weights took different numbers of Adam steps or have
     different betas, bias corrections make their moments comparable; a score that reads ``step`` corrects them
@@ -145,6 +145,8 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
 def _read(
     name: str, weight: Weight, optimizer: torch.optim.Optimizer, more: Mapping[str, Mapping[str, Tensor]]
 ) -> Tensor:
+    if weight.name in more.get(name, {}):
+        return local(more[name][weight.name])
     if name == "weight":
         return local(weight.parameter)
     if name in MOMENTS:
@@ -153,9 +155,7 @@ def _read(
         if weight.parameter.grad is None:
             raise ValueError(f"the score reads the gradient, but {weight.name} has none at this event")
         return local(weight.parameter.grad)
-    if weight.name not in more.get(name, {}):
-        raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
-    return local(more[name][weight.name])
+    raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
 
 
 class Movement:

@@ -39,7 +39,7 @@ CORE = {
 BELOW = set(CORE)
 CORE |= {
     "pruner": BELOW - {"files"},
-    "oneshot": BELOW - {"rate", "regrow", "validation", "masking", "reloaded"},
+    "oneshot": (BELOW | {"export"}) - {"rate", "regrow", "validation", "masking", "reloaded"},
     "sparse": {"ops", "eligible", "grids", "files", "export"},
     "export": {"ops", "eligible", "grids", "files", "plot"},
     "integrations": {"pruner", "masking", "rate", "regrow", "schedule", "select", "validation"},
@@ -47,7 +47,7 @@ CORE |= {
 CORE["recovery"] = {*BELOW, "oneshot", "pruner", "export"}
 MAY_IMPORT = CORE | {
     "doctor": {"ops", "masks", "eligible", "grids", "files"},
-    "trained": {"ops", "files", "oneshot", "export"},
+    "trained": {"ops", "eligible", "grids", "files", "oneshot", "export"},
     "lab": {*CORE, "trained"},
     "cli": {*CORE, "trained", "lab", "doctor"},
     "__main__": {"cli"},
@@ -55,9 +55,16 @@ MAY_IMPORT = CORE | {
 # what else than torch and numpy the core may load, and where
 HEAVY = {
     "triton": ("ops/_triton", "sparse/_triton"),
-    "accelerate": ("recovery/recovery_trainer",),
+    "accelerate": ("recovery/recovery_trainer", "export/empty_model"),
     "safetensors": ("recovery/recovery_trainer",),
-    "transformers": ("export/huggingface", "recovery/", "sparse/decoder", "sparse/attention", "sparse/advise"),
+    "transformers": (
+        "export/huggingface",
+        "export/stored_form",
+        "recovery/",
+        "sparse/decoder",
+        "sparse/attention",
+        "sparse/advise",
+    ),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }

@@ -12,20 +12,29 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-COMMANDS = {
-    "demo": "train a small GPT dense and pruned to a half, and compare: 3 minutes on two cores",
-    "train": "train a network, pruning it on the way",
-    "prune": "prune a trained model, and repair the weights that stay",
-    "shrink": "make a trained model smaller: fewer neurons, heads, layers or experts",
-    "recover": "let a pruned model learn from the dense one, its zeros kept",
-    "study": "compare scores fairly, over several sparsities and seeds",
-    "eval": "measure quality and sparsity of a model on held-out data",
-    "report": "write one HTML page with the charts of a run, a study or a model",
-    "doctor": "check that a pruned model is sound: zeros, masks, finite weights",
-    "export": "convert a pruned model to a smaller file and back, bit for bit",
-    "generate": "write text with a pruned model, its layers sparse where that is faster",
-    "profile": "measure where the time and memory of a training step go",
+TASKS = {  # commands by what they are for, and what each does
+    "Look": {
+        "demo": "train a small GPT, and make it smaller, on any machine, in minutes",
+        "report": "write one HTML page with the charts of a run, a study or a model",
+    },
+    "Make a trained model smaller": {
+        "prune": "set weights to zero, and solve for those that stay",
+        "shrink": "remove neurons, heads, layers or experts",
+        "recover": "let it learn back from the dense model; its zeros stay",
+        "eval": "measure quality and sparsity on held-out data",
+    },
+    "Store it and run it": {
+        "export": "convert it to a smaller file and back, bit for bit",
+        "generate": "write text, with layers sparse where that is faster",
+        "doctor": "check that it is sound: zeros, masks, finite weights",
+    },
+    "Prune while training": {
+        "train": "train a network, pruning it on the way",
+        "study": "compare scores fairly, over several sparsities and seeds",
+        "profile": "measure where the time and memory of a training step go",
+    },
 }
+COMMANDS = {name: text for task in TASKS.values() for name, text in task.items()}
 MOVED = {  # flags that were: what to write in their place, by command; VALUE is what was given
     ("prune", "--experts"): "prunus shrink MODEL --experts VALUE --out SMALLER, then prunus prune SMALLER",
     ("prune", "--layers"): "--every-layer",
@@ -55,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-        print(
-            f"usage: prunus COMMAND [OPTIONS]\n\n{rows}\n\nprunus COMMAND --help shows every option with its default."
-        )
+        print("usage: prunus COMMAND [OPTIONS]")
+        for task, commands in TASKS.items():
+            print(f"\n{task}", *(f"  {name:{width}}  {text}" for name, text in commands.items()), sep="\n")
+        print("\nprunus COMMAND --help shows an example, and every option with its default.")
         return
     name, rest = args[0], args[1:]
     if name == "--version":
@@ -81,19 +90,29 @@ def _run(args: list[str]) -> None:
         raise
     except (ValueError, OSError) as error:
         _fail(f"prunus {name}", str(error))
+    except (MemoryError, RuntimeError) as error:
+        from ..oneshot.resources import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        advice = "free some, or give fewer or shorter samples, or a smaller --memory where the command has it"
+        _fail(f"prunus {name}", f"there is too little memory: {advice}{_continued(name, args)}")
     except KeyboardInterrupt as stop:
-        continued = f"; the same command continues: prunus {shlex.join(args)}" if _continues(name, rest) else ""
-        print(f"prunus {name}: interrupted{continued}", file=sys.stderr)
+        print(f"prunus {name}: interrupted{_continued(name, args)}", file=sys.stderr)
         raise SystemExit(getattr(stop, "exit_code", 130)) from None
 
 
-def _continues(name: str, args: list[str]) -> bool:
-    """Whether a command that was stopped goes on where it was when it is called again."""
+def _continued(name: str, args: list[str]) -> str:
+    """What to say of a command that was stopped if it goes on where it was when it is called again."""
+    options = args[1:]
+    goes_on = name in ("demo", "recover", "shrink")
     if name == "study":
-        return args[:1] not in (["merge"], ["show"], ["page"])
-    if name == "export":
-        return "--bits" in args
-    return name in ("demo", "recover", "shrink") or (name == "prune" and not {"--probe", "--no-repair"} & set(args))
+        goes_on = options[:1] not in (["merge"], ["show"], ["page"])
+    elif name == "export":
+        goes_on = "--bits" in options
+    elif name == "prune":
+        goes_on = not {"--probe", "--no-repair"} & set(options)
+    return f"; the same command continues: prunus {shlex.join(args)}" if goes_on else ""
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
@@ -151,7 +170,8 @@ def _fail(who: str, what: str) -> NoReturn:
     """End with one line on standard error."""
     from .console import escaped
 
-    rank = os.environ.get("RANK", "0") if who in ("prunus train", "prunus recover") else "0"
+    of_ranks = ("prunus train", "prunus recover", "prunus prune", "prunus shrink")
+    rank = os.environ.get("RANK", "0") if who in of_ranks else "0"
     if rank != "0":  # usually rank 0 has the same error, reports it and torchrun ends the others; else this one is late
         time.sleep(10)
         who = f"{who}: rank {rank}"

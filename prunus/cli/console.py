@@ -12,13 +12,14 @@ import sys
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -109,6 +110,17 @@ def wide_console() -> Terminal:
     """The terminal as it is; a file gets lines that are not broken."""
     console = Terminal(highlight=True)
     return console if console.is_terminal else Terminal(highlight=True, width=200)
+
+
+def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Sequence[str] = ()) -> Table:
+    """A table whose first column, and those with the headings ``texts``, are text and the others numbers."""
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        is_text = not number or heading in texts
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=not number)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 @contextmanager

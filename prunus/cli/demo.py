@@ -3,94 +3,220 @@
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..lab.report.numbers import duration
-from ..lab.run import Run
-from .console import Terminal, print, steps_bar
+from ..lab.report.demo_page import DEMO_FILE, Row, change, in_one_line
+from ..lab.report.numbers import duration, plain
+from ..lab.run import Run, read_run
+from .console import Terminal, print, progress_bar
 
 if TYPE_CHECKING:
-    from ..lab.study.study_folder import Folder
-    from ..lab.study.study_plan import StudyPlan
-    from ..lab.trainer import Progress
+    from torch import nn
 
-SHOWN = "bitter7"  # the arm whose text stands beside that of the dense model
+    from ..lab.trainer import Training
+
 PROMPT = b"    def __init__(self, "
-LENGTH = 220  # bytes of a sample
+LENGTH = 180  # bytes of a sample
 TEMPERATURE = 0.8
-EVERY = 5.0  # seconds between lines outside a terminal
+WIDTH, BATCH = 128, 8  # of the model, and windows a step
+SIZE = 0.5  # of the blocks' weights stay when the model is shrunk
+LEARNING = 0.12  # steps of a recovery, of those of a training
+SMALL = "in 4 bits"  # the model that is written, and whose text stands beside that of the dense one
+AFTERWARDS = (
+    "One seed. Perplexity is per byte, on files that were not trained on; sizes are those of the files of weights."
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """Train a small GPT on Python's own source, dense and pruned to a half by three scores: about 3 minutes.
+    """Train a small GPT on Python's own source, dense and sparse, and make the dense one smaller.
 
-    The runs of a seed differ in the score alone: same initial weights, same batches in the same order, same schedule
-    of the learning rate, same held-out files. Interrupt it at any time: the same command continues.
+    It takes some minutes on two cores. The dense model is pruned without and with repair, recovered, put into four
+    bits, and shrunk. The demo ends with a table and a page. Interrupt it at any time: the same command continues.
     """
 
-    steps: int = 600  # optimizer steps of each run
-    sparsity: float = 0.5  # fraction of the prunable weights to remove
-    seeds: int = 3  # how often each score is trained, from different initial weights
-    seed: int = 0  # the first seed
-    out: Path = Path("runs/demo")  # folder of the runs and of report.html
+    steps: int = 600  # optimizer steps of each of the two trainings
+    sparsity: float = 0.8  # fraction of the prunable weights to remove
+    seed: int = 0  # initial weights and order of the data
+    out: Path = Path("runs/demo")  # folder of the runs, of the small model and of report.html
 
 
 def run(command: Command) -> None:
-    if command.steps < 20 or command.seeds < 1:
-        raise ValueError(f"the demo takes at least 20 steps and 1 seed, got {command.steps} and {command.seeds}")
-    from ..lab.report.cells import read_source
-    from ..lab.report.page import headline, write_report
-    from ..lab.study.arms import score_arm
-    from ..lab.study.results import update
-    from ..lab.study.runner import Options, Worker
-    from ..lab.study.study_folder import Folder
-    from ..lab.study.study_plan import make_plan
-    from ..lab.tracking import environment
-    from .study import print_table
-
-    began, folder = time.time(), Folder(command.out)
-    base = Run(
+    if command.steps < 20:
+        raise ValueError(f"the demo takes at least 20 steps, got {command.steps}")
+    plan = Run(
         model="gpt2-tiny",
-        width=64,
+        width=WIDTH,
         layers=2,
-        batch=4,
+        batch=BATCH,
         lr=4e-3,
         steps=command.steps,
-        every=max(1, command.steps // 50),
-        eval_every=max(1, command.steps // 10),
+        seed=command.seed,
+        sparsity=command.sparsity,
+        eval_every=max(1, command.steps // 4),
         eval_size=128,
+        save_every=100,
     )
-    seeds = range(command.seed, command.seed + command.seeds)
-    plan = folder.join(make_plan(base, [score_arm(SHOWN)], [command.sparsity], seeds), environment())
-    whole = Whole(plan, folder)
-    with whole.bar if whole.steps_of else nullcontext():
-        Worker(folder, Options(session=str(began), keep_checkpoints=True), whole).work(plan.cells)
-    values = update(folder)
-    print_table(values)
-    if values["failed"]:
-        raise SystemExit(1)
-    print(*_against_dense(values["rows"]), f"{headline(read_source(folder.path))}.")
-    print("Perplexity is per byte, on files that were not trained on.", "")
-    first = {cell.arm: folder.run(cell) for cell in plan.cells if cell.seed == command.seed}
-    _print_samples({arm: first[arm] for arm in ("dense", SHOWN)})
-    page = write_report(folder.path)
+    from ..files.json_file import write_json
+    from ..lab.report.page import write_report
+
+    began, out = time.time(), command.out
+    dense, sparse = (
+        _trained(replace(plan, score=s, out=out / n)) for s, n in (("none", "dense"), ("bitter7", "sparse"))
+    )
+    rows, texts = [], {}
+    for name, done, model in _models(dense, sparse, command):
+        if name == SMALL:
+            model, size = _written(model, out / "small", dense.run)
+        else:
+            size = _size(model)
+        if name in ("dense", SMALL):
+            texts[name] = _text(model, plan.context)
+        rows.append(Row(name, done, _perplexity(model, dense), size))
+    values = {"rows": [*map(asdict, rows)], "texts": texts, "prompt": PROMPT.decode(), "settings": plan.to_json()}
+    write_json(out / DEMO_FILE, values)
+    page = write_report(out)
+    _print_table(rows)
+    _print_texts(texts)
+    print(f"{in_one_line(rows, command.sparsity)}.", AFTERWARDS)
+    if not _can_recover():
+        print("Recovery was left out: it needs pip install 'prunus[hf]'.")
     print(
-        _size(first[SHOWN]),
-        f"All charts: open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
+        "",
+        f"The page: open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
         *_how_to_call(),
-        f"  prunus export {first[SHOWN]} --out {folder.path / 'small'}",
-        "      writes the pruned model as a smaller file",
+        f"  prunus doctor {out / 'small'}",
+        "      checks the small model that the demo wrote",
         "  prunus train --data YOUR.txt --out runs/mine",
         "      trains on your own text, and prunes on the way",
         "  prunus prune MODEL_FOLDER --text YOUR.txt --out pruned",
         "      prunes a Hugging Face model that is trained already",
     )
+
+
+def _trained(run: Run) -> "Training":
+    """A training that has ended, with its last weights; one that was interrupted continues."""
+    from ..lab.checkpoint import checkpoint_of, load_checkpoint
+    from ..lab.trainer import Training, train
+
+    if (run.out / "run.json").is_file():
+        before = read_run(run.out)
+        if replace(before, out=run.out, resume=False) != run:
+            raise ValueError(f"{run.out} holds a run with other options; choose another --out")
+        run = replace(run, resume=True)
+    if not (run.out / "result.json").is_file():
+        with progress_bar(f"train {run.out.name}", run.total_steps) as report:
+            train(run, report)
+    training = Training(run, trains=False)
+    training.load_weights(load_checkpoint(checkpoint_of(run.out))["model"])
+    training.model.eval()
+    return training
+
+
+def _can_recover() -> bool:
+    return find_spec("transformers") is not None and find_spec("accelerate") is not None
+
+
+def _models(dense: "Training", sparse: "Training", command: Command) -> "Iterator[tuple[str, str, nn.Module]]":
+    """The models that are compared: a name, what was done, and the model, which the next may be made from."""
+    from .. import prune, quantize, recover, shrink
+
+    steps, zeros = max(1, round(LEARNING * command.steps)), f"{100 * command.sparsity:g} %"
+    learned = f"and {steps} steps from dense"
+    windows = [dense.data.train.batch(command.steps + i, BATCH, command.seed)[0] for i in range(16 + steps)]
+
+    def recovered(model: "nn.Module") -> None:
+        recover(model, teacher=deepcopy(dense.model), batches=windows, steps=steps, seed=command.seed)
+
+    yield "dense", f"{command.steps} steps", dense.model
+    yield "sparse", f"{zeros} zeros while training", sparse.model
+    model = deepcopy(dense.model)
+    prune(model, windows[:16], command.sparsity, score="magnitude", repair=None)
+    yield "magnitude", f"smallest {zeros} to zero", model
+    model = deepcopy(dense.model)
+    prune(model, windows[:16], command.sparsity)
+    yield "repaired", f"{zeros} zeros, rest solved", model
+    if _can_recover():
+        recovered(model)
+        yield "recovered", learned, model
+    quantize(model, windows[:16], bits=4)
+    yield SMALL, "and what stays in codes", model
+    model = deepcopy(dense.model)
+    shrink(model, windows[:16], size=SIZE)
+    yield "shrunk", "half the blocks' weights", model
+    if _can_recover():
+        recovered(model)
+        yield "shrunk, recovered", learned, model
+
+
+def _perplexity(model: "nn.Module", dense: "Training") -> float:
+    from ..lab.evaluate import measured, summed
+
+    batches = dense.data.validation(BATCH, dense.run.eval_size)
+    return summed(measured(model, batches, dense.device, dense.autocast())).perplexity
+
+
+def _size(model: "nn.Module", folder: Path | None = None) -> int:
+    """Bytes of its weights in the small form, written to a folder or to none that stays."""
+    from ..export.huggingface import save_model
+
+    with TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="load_model only loads transformers models")
+        saved = save_model(model, folder or Path(place) / "model", replace=folder is not None)
+        return sum(path.stat().st_size for path in saved.files)
+
+
+def _written(model: "nn.Module", folder: Path, run: Run) -> "tuple[nn.Module, int]":
+    """The model as it is read back from the folder that it is written to, and the bytes of its weights."""
+    from ..lab.trained_run import describe, load_exported
+
+    size = _size(model, folder)
+    describe({"run": run.to_json(), "step": run.steps, "model": model.state_dict()}, folder)
+    return load_exported(folder), size
+
+
+def _text(model: "nn.Module", context: int) -> str:
+    """What a model writes after the prompt, with the same random numbers as the others."""
+    import torch
+
+    drawn, tokens = torch.Generator().manual_seed(0), list(PROMPT)
+    for _ in range(LENGTH):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[-context:]]))[0, -1]
+        tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=drawn)))
+    return bytes(tokens).decode("ascii", errors="replace").rstrip()
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("model", "what was done"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("perplexity", "change", "MB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        beside = change(row, rows[0]) if row is not rows[0] else ""
+        table.add_row(row.name, row.done, plain(row.perplexity), beside, f"{row.num_bytes / 1e6:.2f}")
+    Terminal().print(table)
+
+
+def _print_texts(texts: Mapping[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"What they write after {PROMPT.decode().strip()!r}, drawn with the same random numbers")
+    for name in texts:
+        table.add_column(name, ratio=1, overflow="fold")
+    table.add_row(*map(Text, texts.values()))
+    Terminal().print(table)
 
 
 def _how_to_call() -> Iterator[str]:
@@ -99,102 +225,3 @@ def _how_to_call() -> Iterator[str]:
     if shutil.which("prunus") is None and activate.is_file():
         yield f"  . {activate}"
         yield "      puts prunus on your path"
-
-
-def _size(run: Path) -> str:
-    """What a pruned run is worth on disk."""
-    from ..export.convert import ExportJob
-    from ..lab.checkpoint import checkpoint_of
-    from ..lab.trained_run import export_checkpoint
-
-    with TemporaryDirectory() as place:
-        done = export_checkpoint(checkpoint_of(run), ExportJob(Path(place) / "small"))
-    smaller = 1 - done.bytes_after / done.bytes_before
-    return f"In a file {SHOWN} takes {done.bytes_after:,} bytes, dense {done.bytes_before:,}: {smaller:.0%} less."
-
-
-class Whole:
-    """Progress over all runs of a study: one bar, or outside a terminal a line every few seconds."""
-
-    def __init__(self, plan: "StudyPlan", folder: "Folder") -> None:
-        from ..lab.study.runner import num_shared
-        from ..lab.study.study_plan import key_of
-
-        self.steps_of: dict[str, int] = {}  # that are to be taken, by run; runs of a seed share their dense start
-        ended, begun = folder.ended(), set[int]()
-        for cell in dict.fromkeys(plan.owners.values()):
-            run = plan.run_of(cell)
-            if key_of(run) not in ended:
-                self.steps_of[cell.folder] = run.total_steps - num_shared(run) * (cell.seed in begun)
-                begun.add(cell.seed)
-        self.num_done, self.num_steps = 0, sum(self.steps_of.values())
-        self.began = self.due = 0.0
-        self.terminal = Terminal(stderr=True)
-        self.bar = steps_bar(self.terminal)
-        self.task = self.bar.add_task("", total=self.num_steps, known="")
-
-    @contextmanager
-    def running(self, title: str, run: Run) -> "Iterator[Progress]":
-        name, first, loss = f"{'dense' if run.score == 'none' else run.score}, seed {run.seed}", 0, ""
-
-        def report(step: int, values: dict[str, Any]) -> None:
-            nonlocal first, loss
-            now = time.monotonic()
-            if not first:  # earlier steps were taken over from another run, or from a checkpoint
-                first, self.began = step, self.began or now
-                self.num_steps += run.total_steps - step + 1 - self.steps_of[title]
-            self.num_done += 1
-            loss = f"loss {values['loss']:.2f}" if "loss" in values else loss
-            self.bar.update(self.task, completed=self.num_done, total=self.num_steps, description=name, known=loss)
-            if not self.terminal.is_terminal and now >= self.due:
-                self.due, seconds = now + EVERY, (now - self.began) / max(1, self.num_done - 1)
-                left = f", about {seconds * (self.num_steps - self.num_done):.0f} s left" * (self.num_done > 1)
-                share = self.num_done / self.num_steps
-                print(f"{share:4.0%}  {name}: step {step} of {run.total_steps}{left}", file=sys.stderr, flush=True)
-
-        yield report
-
-    def done(self, line: str, values: Mapping[str, Any]) -> None:
-        if self.terminal.is_terminal:
-            said = f"{line} ({values['num_finished']} of {values['num_runs']} runs)"
-            self.bar.console.print(said, highlight=False, soft_wrap=True)
-
-
-def _against_dense(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What the seeds allow to say of each pruned arm beside dense, a line each."""
-    from ..lab.study.intervals import PERPLEXITY, Paired, verdict
-
-    for row in rows:
-        if row["cost"]:
-            cost = Paired(**row["cost"])
-            said = verdict(cost, replace(PERPLEXITY, decimals=row["decimals"]))
-            share = cost.mean / (row["mean"] - cost.mean)  # of the perplexity of dense
-            yield f"{row['arm']} at {row['sparsity']:.1%}, {share:+.1%} against dense: {said}"
-
-
-def _print_samples(folders: Mapping[str, Path]) -> None:
-    """What the model of each folder writes after the same prompt, drawn with the same random numbers."""
-    import torch
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..lab.checkpoint import load_checkpoint
-    from ..lab.data import TokenShape
-    from ..lab.models import build
-
-    table = Table(title=f"What they write after {PROMPT.decode().strip()!r}, drawn with the same random numbers")
-    texts = []
-    for arm, folder in folders.items():
-        table.add_column(arm, ratio=1, overflow="fold")
-        state = load_checkpoint(folder / "checkpoint.pt")
-        run = Run.from_json(state["run"])
-        model = build(run.model, TokenShape(256, run.context), run.width, run.layers).eval()
-        model.load_state_dict(state["model"])
-        drawn, tokens = torch.Generator().manual_seed(0), list(PROMPT)
-        for _ in range(LENGTH):
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens[-run.context :]]))[0, -1]
-            tokens.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=drawn)))
-        texts.append(Text(bytes(tokens).decode("ascii", errors="replace").rstrip()))
-    table.add_row(*texts)
-    Terminal().print(table)

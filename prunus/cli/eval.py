@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from .console import print
-from .shared_options import Flag
+from .shared_options import Flag, StartToken, TokenType, check_not_negative, given, size_in_bytes
 
 if TYPE_CHECKING:
-    from ..lab.run import Run
-    from ..lab.trainer import Training
     from ..sparsity_report import SparsityReport
     from ..trained.quality import HeldOut, Quality
 
@@ -30,43 +28,35 @@ class Command:
     text: Path | None = None  # in place of tokens: text file, or folder of them, read by the model's own tokenizer
     batches: Path | None = None  # or named arrays (.npz), a row a sample, with labels if there are any
     dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
-    token_type: Literal["auto", "uint16", "uint32"] = "auto"  # of a raw token file; auto goes by its name
-    start_token: Literal["auto", "yes", "no"] = "auto"  # open every window with it; auto: as the tokenizer does to text
+    token_type: TokenType = "auto"  # of a raw token file; auto goes by its name
+    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
     eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
     length: int = 0  # tokens per window of a Hugging Face model; 0 takes 256, or the model's longest
+    memory: str | None = None  # of a model read block by block: for activations, as 4GB; others go to a temporary file
     every_layer: Flag = False  # print the sparsity of every layer
 
 
-OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token")
+OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token", "memory")
 
 
 def run(command: Command) -> None:
-    for name in ("eval_windows", "length"):
-        if (getattr(command, name) or 0) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
+    check_not_negative(command, "eval_windows", "length")
     from ..lab.checkpoint import checkpoint_of
 
     found = checkpoint_of(command.path)
     if not found.exists() and (command.path / "config.json").is_file():
-        for name in ("data", "validation"):
-            if getattr(command, name) is not None:
-                kind = f"is for runs of prunus; {command.path} is a Hugging Face model"
-                raise ValueError(f"--{name} {kind}: give --tokens, --text or --batches")
+        for flag in given(command, "data", "validation"):
+            kind = f"is for runs of prunus; {command.path} is a Hugging Face model"
+            raise ValueError(f"{flag} {kind}: give --tokens, --text or --batches")
+        path = command.path
         figures, report, held_out = _of_folder(command)
-        print_line(command, report, str(command.path), figures, str(held_out))
-        return
-    for name in OF_FOLDERS:
-        if found.exists() and getattr(command, name) != getattr(Command, name):
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is for Hugging Face models; {command.path} is a run of prunus")
-    evaluation = evaluated(command.path, command.data, command.validation, command.eval_windows, command.length)
-    at = "" if evaluation.step is None else f"step {evaluation.step}, "
-    figures = evaluation.quality.in_words(of_text=evaluation.is_text)
-    path = f"{found if found.exists() else command.path}"
-    print_line(command, evaluation.report, path, f"{at}{figures}", evaluation.held_out)
-
-
-def print_line(command: Command, report: "SparsityReport", path: str, figures: str, held_out: str) -> None:
+    else:
+        for flag in given(command, *OF_FOLDERS) if found.exists() else ():
+            raise ValueError(f"{flag} is for Hugging Face models; {command.path} is a run of prunus")
+        evaluation = evaluated(command.path, command.data, command.validation, command.eval_windows, command.length)
+        path, report, held_out = found if found.exists() else command.path, evaluation.report, evaluation.held_out
+        at = "" if evaluation.step is None else f"step {evaluation.step}, "
+        figures = at + evaluation.quality.in_words(of_text=evaluation.is_text)
     if command.every_layer:
         print(report)
     print(
@@ -100,6 +90,7 @@ def evaluated(
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.run import Run
     from ..lab.trained_run import described, load_exported
+    from ..lab.trainer import Training
     from ..oneshot.progress import progress_line
     from ..sparsity_report import report
 
@@ -107,29 +98,21 @@ def evaluated(
     if length:
         raise ValueError(f"--length is for Hugging Face models; {path} has the context that it was trained with")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
-        run, step, _ = described(path)
-        training = _training(run, data, validation, eval_windows)
-        training.load_weights(load_exported(path, training.device).state_dict())
+        (run, step, _), weights = described(path), load_exported(path).state_dict()
     else:
         if path.is_dir() and not checkpoint.exists():
             raise ValueError(f"{path} has no checkpoint of prunus, no config.json and no run.json of prunus export")
         state = load_checkpoint(checkpoint)
-        step, run = state["step"], Run.from_json(state["run"])
-        training = _training(run, data, validation, eval_windows)
-        training.load_weights(state["model"])
+        run, step, weights = Run.from_json(state["run"]), state["step"], state["model"]
+    run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)
+    if data is not None:
+        run = replace(run, data=data, validation=None)
+    training = Training(run if validation is None else replace(run, validation=validation), trains=False)
+    training.load_weights(weights)
     with fixed_arithmetic(training.run), progress_line(None, "evaluate") as show:
         quality = training.evaluate(show)
     found, is_text = eligible(training.model, **run.choice), training.data.shape.kind == "tokens"
     return Evaluation(quality, report(training.model, found), step, is_text, training.held_out)
-
-
-def _training(run: "Run", data: str | None, validation: Path | None, eval_windows: int | None) -> "Training":
-    from ..lab.trainer import Training
-
-    run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)
-    if data is not None:
-        run = replace(run, data=data, validation=None)
-    return Training(run if validation is None else replace(run, validation=validation), trains=False)
 
 
 def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
@@ -137,8 +120,10 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     from torch import Tensor
 
     from ..eligible import eligible
-    from ..export import load_model
     from ..lab.recipe import device_named
+    from ..oneshot.by_block import LIMITS
+    from ..oneshot.disk_offload import disk_offload_of
+    from ..oneshot.model_folder import opened_folder
     from ..sparsity_report import report
     from ..trained.data import check_batches, is_causal, read_batches
     from ..trained.quality import held_out_rows, metric_of, token_quality
@@ -149,19 +134,23 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
             f"{command.path} is a Hugging Face model, which needs --tokens, --text or --batches with held-out samples, "
             f"got {' and '.join(f'--{name}' for name in given) or 'none'}"
         )
+    memory = None if command.memory is None else size_in_bytes(command.memory)
     arrays = None if command.batches is None else read_batches(command.batches)
     device = device_named("auto")
-    model = load_model(command.path, device)
+    model = opened_folder(command.path, device)
+    if memory is not None:
+        LIMITS[model] = memory, None
     if command.batches is not None and arrays is not None:
         held_out = held_out_rows(check_batches(command.batches, arrays, model), command.eval_windows)
     else:
         held_out = _windows(command, model)
-    found, samples = report(model, eligible(model)), held_out.samples
+    disk, samples = disk_offload_of(model), held_out.samples
+    found = report(model, eligible(model)) if disk is None else report(model, eligible(model), holding=disk.holding)
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
     if "labels" not in samples and command.dense is None and not is_causal(model):
         raise ValueError("without labels a model is compared with the one before pruning; give --dense with its folder")
-    metric, measure = metric_of(model if command.dense is None else load_model(command.dense, device), samples)
+    metric, measure = metric_of(model if command.dense is None else opened_folder(command.dense, device), samples)
     return f"{metric} {measure(model):.4f}", found, held_out
 
 

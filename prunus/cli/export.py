@@ -1,14 +1,13 @@
 """``prunus export``"""
 
-import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from .console import print
-from .shared_options import Bits
+from .shared_options import Bits, given, size_in_bytes
 
 if TYPE_CHECKING:
     from ..export.convert import Exported
@@ -38,7 +37,7 @@ class Command:
     samples: int | None = None  # bits: calibration windows; by default up to 128
     length: int = 0  # bits: tokens per window; 0 takes 256, or the model's longest
     seed: int = 0  # bits: which calibration windows
-    max_shard: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
+    max_shard_size: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
     push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload --out to, or the source without it
     private: bool = False  # make that repository private, if it is new
     advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
@@ -48,7 +47,7 @@ class Command:
 
 
 FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".gguf", ".onnx", ".h5", ".json", ".safetensor")
-OF_FILES = ("form", "check", "max_shard")
+OF_FILES = ("form", "check", "max_shard_size")
 ADVICE, WRITING = ("batch", "prompt_tokens"), ("out", *OF_FILES, "push", "private", "bits")
 CALIBRATION = ("text", "tokens", "batches", "samples", "length", "seed")
 
@@ -79,7 +78,7 @@ def _check_push(command: Command) -> None:
 
     if command.out is None and not command.source.is_dir():
         raise ValueError(f"--push uploads a folder, and {command.source} is none; pass --out with a new one")
-    if command.out is None and any(getattr(command, name) != getattr(Command, name) for name in OF_FILES):
+    if command.out is None and given(command, *OF_FILES):
         raise ValueError("without --out the folder is pushed as it is; leave off --form, --check and --max-shard")
     if command.out is not None and command.out.suffix == ".safetensors":
         raise ValueError(f"--push uploads a folder, but --out is the file {command.out}")
@@ -90,27 +89,22 @@ def _refuse_unread(command: Command) -> None:
     """An option that this way of calling would not read is a mistake."""
     if command.advise and command.tokens is not None:
         raise ValueError(f"--tokens is a file that --bits reads; write --prompt-tokens {command.tokens}")
-    for option in _given(command):
-        name = option[2:].replace("-", "_")
-        if command.advise and name in (*WRITING, *CALIBRATION):
-            raise ValueError(f"--advise measures and writes nothing; leave off {option}, or --advise")
-        if not command.advise and (name in ADVICE or (name == "device" and command.bits is None)):
-            raise ValueError(f"{option} says what --advise measures; add --advise, or leave {option} off")
-        if command.bits is None and name in CALIBRATION:
-            raise ValueError(f"{option} says what --bits calibrates on; add --bits 4, or leave {option} off")
-        if command.bits is not None and name == "form":
-            raise ValueError(
-                "--bits writes the small form; leave off --form, then make the result plain: "
-                f"prunus export {command.out} --form dense --out PLAIN"
-            )
-        if command.bits is not None and name in OF_FILES:
-            raise ValueError(f"--bits writes the small form, which prunus doctor checks; leave off {option}, or --bits")
-
-
-def _given(command: Command) -> list[str]:
-    """Options that do not have their default, as they are written."""
-    named = [option for option in fields(command) if option.name != "source"]
-    return ["--" + one.name.replace("_", "-") for one in named if getattr(command, one.name) != one.default]
+    for flag in given(command, *WRITING, *CALIBRATION) if command.advise else ():
+        raise ValueError(f"--advise measures and writes nothing; leave off {flag}, or --advise")
+    of_advice = ADVICE if command.bits is not None else (*ADVICE, "device")
+    for flag in given(command, *of_advice) if not command.advise else ():
+        raise ValueError(f"{flag} says what --advise measures; add --advise, or leave {flag} off")
+    if command.bits is None:
+        for flag in given(command, *CALIBRATION):
+            raise ValueError(f"{flag} says what --bits calibrates on; add --bits 4, or leave {flag} off")
+        return
+    if command.form != "sparse":
+        raise ValueError(
+            "--bits writes the small form; leave off --form, then make the result plain: "
+            f"prunus export {command.out} --form dense --out PLAIN"
+        )
+    for flag in given(command, *OF_FILES):
+        raise ValueError(f"--bits writes the small form, which prunus doctor checks; leave off {flag}, or --bits")
 
 
 def _quantise(command: Command, bits: Bits) -> None:
@@ -126,11 +120,10 @@ def _quantise(command: Command, bits: Bits) -> None:
         )
     known = {name: getattr(command, name) for name in (*CALIBRATION, "out", "push", "private", "device")}
     job = Quantising(model=str(command.source), bits=bits, **known)
-    for option in _given(command):
-        if not job.has_data and option in ("--samples", "--length", "--seed"):
-            raise ValueError(f"without --text, --tokens or --batches nothing reads {option}; leave it off")
-        if not has_config and option in ("--text", "--tokens", "--batches", "--length"):
-            raise ValueError(f"{command.source} is calibrated on the data that it was trained on; leave off {option}")
+    for flag in given(command, "samples", "length", "seed") if not job.has_data else ():
+        raise ValueError(f"without --text, --tokens or --batches nothing reads {flag}; leave it off")
+    for flag in given(command, "text", "tokens", "batches", "length") if not has_config else ():
+        raise ValueError(f"{command.source} is calibrated on the data that it was trained on; leave off {flag}")
     export(job)
 
 
@@ -154,7 +147,7 @@ def _convert(command: Command) -> None:
         raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
     if command.out.suffix.lower() in FILES:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
-    size = size_in_bytes(command.max_shard)
+    size = size_in_bytes(command.max_shard_size)
     job = ExportJob(command.out, command.form == "sparse", command.check, size, repo=command.push)
     checkpoint = _checkpoint(command.source)
     loaded: list[str] = []
@@ -173,15 +166,6 @@ def _convert(command: Command) -> None:
         with progress_line(None, "export") as report:
             done = export_checkpoint(checkpoint, replace(job, report=report))
     _show(command, done, *loaded)
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes from a number with a unit; units are powers of a thousand."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
-    size = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
-    if size < 1:
-        raise ValueError(f"a size is a positive number with B, KB, MB or GB, as in 5GB; got {text!r}")
-    return size
 
 
 def _checkpoint(path: Path) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 import tyro
 
 from .console import print
+from .shared_options import given
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,6 @@ class Command:
     compile: bool = False  # have torch compile the blocks before the clock starts, for seconds; pays on a GPU
     dense: bool = False  # keep all layers dense, to compare
     least: float | None = None  # keep layers sparse that have this share of zeros or more, without measuring
-
-
-SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
 def run(command: Command) -> None:
@@ -88,9 +86,8 @@ def _check(command: Command) -> None:
         raise ValueError("give --prompt with a text, or --tokens with token ids")
     if command.dense and command.least is not None:
         raise ValueError("--dense keeps all layers dense; leave off --least, or --dense")
-    for name in SAMPLING:
-        if not command.sample and getattr(command, name) != getattr(Command, name):
-            raise ValueError(f"--{name.replace('_', '-')} says how tokens are drawn; add --sample, or leave it off")
+    for flag in given(command, "temperature", "top_k", "top_p", "seed") if not command.sample else ():
+        raise ValueError(f"{flag} says how tokens are drawn; add --sample, or leave it off")
     if not 1 <= command.batch <= 16:
         raise ValueError(f"--batch must be 1 to 16, got {command.batch}")
 

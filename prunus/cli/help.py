@@ -1,4 +1,4 @@
-"""What ``prunus COMMAND --help`` prints: the usual options first, the others in groups."""
+"""What ``prunus COMMAND --help`` prints: an example, the usual options, then the others in groups."""
 
 import contextlib
 import dataclasses
@@ -26,15 +26,15 @@ GROUPS = {
         "selection": "scope allocate include exclude only",
         "repair": "no_repair targets damping tune",
         "probe": "probe tau order reduction zero_gradient repair_probe",
-        "output": "every_layer plot push private",
-        "running": "batch gguf_file dtype offload checkpointing profile",
+        "output": "every_layer plot push private max_shard_size",
+        "running": "dry_run memory batch gguf_file dtype offload checkpointing profile",
     },
     "shrink": {
         "usual": "out text tokens batches size neurons heads layers recover device",
         "removal": "experts multiple split targets tune",
         "calibration": "samples eval_text eval_tokens eval_batches token_type start_token calibrate length "
         "eval_windows seed",
-        "output": "every_layer plot push private",
+        "output": "every_layer plot push private max_shard_size",
         "running": "batch gguf_file dtype offload",
     },
     "recover": {
@@ -46,7 +46,7 @@ GROUPS = {
     "export": {
         "usual": "out form bits text tokens batches check push device advise",
         "quantising": "samples length seed",
-        "output": "max_shard private",
+        "output": "max_shard_size private",
         "advice": "batch prompt_tokens",
     },
     "study": {
@@ -56,10 +56,24 @@ GROUPS = {
     },
 }
 GROUPS["profile"] = GROUPS["train"] | {"usual": "data model batch score sparsity compile precision device out compare"}
+EXAMPLES = {  # what the page of a command begins with
+    "demo": "prunus demo",
+    "report": "prunus report runs/mine",
+    "prune": "prunus prune path/to/model --text corpus --out pruned",
+    "shrink": "prunus shrink path/to/model --text corpus --size 0.7 --out smaller",
+    "recover": "prunus recover pruned --teacher path/to/model --text corpus --out new",
+    "eval": "prunus eval recovered --text held-out.txt",
+    "export": "prunus export recovered --bits 4 --text corpus --out small",
+    "generate": "prunus generate small --prompt 'Once upon a time'",
+    "doctor": "prunus doctor small --sparsity 0.5",
+    "train": "prunus train --data book.txt --sparsity 0.8 --out runs/mine",
+    "study": "prunus study --scores magnitude,bitter7 --seeds 3 --out study",
+    "profile": "prunus profile --model gpt2 --device cuda --out profile",
+}
 
 
 def help_page(kind: type[Any], name: str) -> str:
-    """The page of the parser for a class that has the command's options in groups."""
+    """An example, and the page of the parser for a class that has the command's options in groups."""
     import tyro
 
     left = {option.name: option for option in _options(kind, tyro.MISSING_NONPROP)}
@@ -78,7 +92,8 @@ def help_page(kind: type[Any], name: str) -> str:
         tyro.cli(page, args=["--help"], prog=f"prunus {name}", description=inspect.getdoc(kind), config=config)
     width = shutil.get_terminal_size().columns
     lines = (line.rstrip() for line in shown.getvalue().splitlines())
-    return "\n".join(line if len(line) <= width else textwrap.fill(line, width) for line in lines)  # a description's
+    fitting = (line if len(line) <= width else textwrap.fill(line, width) for line in lines)  # a description's
+    return "\n".join([f"example: {EXAMPLES[name]}", "", *fitting])
 
 
 def _options(kind: type[Any], default: Any) -> Iterator[Any]:

@@ -1,22 +1,18 @@
 """Options that ``prunus prune`` and ``prunus shrink`` share: the model, its data, how the work runs, the output."""
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import tyro
 
-from .shared_options import Flag, StartToken, TokenType, check_new_folder, number_of
-
-if TYPE_CHECKING:
-    from ..trained.model import ModelSource
+from .shared_options import Flag, StartToken, TokenType
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelCommand(ABC):
+class ModelCommand:
     """A command that changes a trained model and writes it to a new folder."""
 
     name: ClassVar[str]  # after prunus
@@ -45,6 +41,7 @@ class ModelCommand(ABC):
     every_layer: Flag = False  # show every layer in the table at the end
     plot: Path | None = None  # .svg or .png file for the chart of the layers, which the folder has too
     push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload the folder to
+    max_shard_size: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
     private: Flag = False  # make that repository private, if it is new
 
     @property
@@ -53,51 +50,24 @@ class ModelCommand(ABC):
         return self.out.with_name(f".{self.out.name}.unfinished")
 
     @property
-    @abstractmethod
-    def num_samples(self) -> dict[str, Any]:
-        """Calibration windows, as ``ModelSource`` has them: a number, and whether fewer will do."""
+    def needs_whole(self) -> str | None:
+        """The option for which the whole model must be in memory, if there is one."""
+        known = {
+            "--tune": self.tune,
+            "--recover": self.recover is not None,
+            "--calibrate self": self.calibrate == "self",
+        }
+        return next((option for option, is_given in known.items() if is_given), None)
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether a Hugging Face folder is read block by block."""
+        return self.needs_whole is None and self.gguf_file is None
 
-def check_places(command: ModelCommand) -> None:
-    """Refuse a chart that cannot be written, and a push that will not be possible."""
-    if command.plot is not None:
-        from ..plot import check_picture
+    @property
+    def most_samples(self) -> int:
+        """Calibration windows where no number is given; fewer will do."""
+        return 128
 
-        check_picture(command.plot)
-    if command.private and command.push is None:
-        raise ValueError("without --push nothing reads --private; leave it off")
-    if command.push is not None:
-        from ..export.hub import check_push
-
-        check_push(command.push)
-
-
-def check_model_options(command: ModelCommand) -> None:
-    """Refuse a folder that is there, negative numbers, a recovery that cannot be, and a device that is not there."""
-    check_new_folder(command.out)
-    for name in ("length", "eval_windows", "batch"):
-        if (getattr(command, name) or 0) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
-    if command.recover is not None:
-        number_of(command.recover)
-        if command.offload:
-            raise ValueError(
-                "--recover trains the whole model on the device; leave off --offload, and recover by itself"
-            )
-        if command.calibrate == "self":
-            raise ValueError("--recover learns from text; give --text, --tokens or --batches, not --calibrate self")
-    from ..ops.machine import device_of
-
-    device_of(command.device)
-
-
-def source_of(command: ModelCommand) -> "ModelSource":
-    from ..trained.model import ModelSource
-
-    known = {field.name: getattr(command, field.name) for field in fields(ModelSource) if hasattr(command, field.name)}
-    known |= command.num_samples
-    if command.recover is not None:
-        from ..trained.data import TokenCache
-
-        known["cache"] = TokenCache(command.unfinished, number_of(command.recover) * 10 // 9)
-    return ModelSource(**known)
+    def check(self) -> None:
+        """Refuse options that make no sense before anything is loaded."""

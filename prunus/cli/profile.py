@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ..lab.run import Run
-from .console import print, wide_console
+from .console import print, table_of, wide_console
+from .shared_options import given
 
 if TYPE_CHECKING:
     from ..lab.profile.measure import StepProfile
 
 Profiles = dict[str, "StepProfile"]
-UNREAD = ("track", "eval_every", "eval_size", "save_every", "log_every")  # options of a run that leaves a folder
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,8 @@ def run(command: Command) -> None:
 
     if command.run.resume:
         raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
-    for name in UNREAD:
-        if getattr(command.run, name) != getattr(Run, name):
-            raise ValueError(f"a profile logs, evaluates and saves nothing; leave --{name.replace('_', '-')} off")
+    for flag in given(command.run, "track", "eval_every", "eval_size", "save_every", "log_every"):
+        raise ValueError(f"a profile logs, evaluates and saves nothing; leave {flag} off")
     path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
     if path.exists():
         raise ValueError(f"{path} is there already; choose another --out")
@@ -63,16 +62,12 @@ def run(command: Command) -> None:
 
 
 def _print(profiles: "Profiles") -> None:
-    from rich.table import Table
-
     last = list(profiles.values())[-1]
-    headings = [heading for name in profiles for heading in (f"{name}: time", "memory")]
-    table = Table("part", *headings, "meaning", title=f"a training step, on {last.device}")
-    for row in rows_of(profiles):
-        table.add_row(*row)
-    wide_console().print(table)
-    for line in summary(last):
-        print(line)
+    figures = [heading for name in profiles for heading in (f"{name}: time", "memory")]
+    headings = ("part", *figures, "meaning")
+    title = f"a training step, on {last.device}"
+    wide_console().print(table_of(title, headings, rows_of(profiles), texts=("meaning",)))
+    print(*summary(last))
 
 
 def rows_of(profiles: "Profiles") -> list[list[str]]:

@@ -1,144 +1,119 @@
-"""``prunus prune``: prunes, compares and writes; the options are beside it."""
+"""``prunus prune``: its options, which of them go together, and what they stand for; the work is in prune_work."""
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from .console import print
-from .model_work import (
-    Measure,
-    cost_figures,
-    is_to_do,
-    loaded,
-    patterns_of,
-    print_written,
-    publish,
-    sparsity_report,
-    working,
-    write_folder,
-)
-from .prune_options import Command, check, probe_of, selector_of
-from .quantising import print_bits, quantised, warn_if_dense
+from .model_options import ModelCommand
+from .shared_options import Bits, Flag, given, size_in_bytes
 
-if TYPE_CHECKING:
-    from ..oneshot.resources import Cost
-    from .prune_tables import Outcome, Profile
+Scope = Literal["auto", "row", "layer", "global", "2:4"]
+Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ModelCommand):
+    """Prune a trained model, repair the weights that stay, and measure the cost on held-out data.
+
+    Block after block, the solver finds which weights stay and what they must be for the outputs to stay. A named score
+    gives its mask, which is repaired too. Killed, the same command goes on with the next layers.
+
+    The probe keeps some of what a score would prune, so the sparsity ends lower, unless tau is target. Its result
+    is compared with the dense model and with the score alone at the same sparsity and scope.
+    """
+
+    name: ClassVar[str] = "prune"
+
+    score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
+    scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
+    sparsity: float = 0.5  # fraction of the prunable weights to remove
+    bits: Bits | None = None  # of each kept weight, which is rounded to so many: the folder is in the small form
+    # how layers share the sparsity; fisher and moments by gradients, moments by those of the training run
+    allocate: Literal["uniform", "depth", "erk", "fisher", "moments"] = "uniform"
+    no_repair: Flag = False  # leave the weights that stay as they are
+    repair_probe: Flag = False  # repair the masks of a probe too
+    targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
+    damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
+    probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
+    tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target
+    order: Literal["reverse", "forward"] = "reverse"  # in which weights or blocks are probed
+    reduction: float = 0.1  # factor that candidates are multiplied by
+    zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates that have no gradient
+    samples: int | None = None  # calibration windows; by default up to 128 for a repair, else up to 32
+    include: tuple[str, ...] = ()  # patterns of weights to prune as well
+    exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
+    only: tuple[str, ...] = ()  # patterns of the weights to prune, and no others
+    checkpointing: bool = False  # run blocks again for the backward instead of keeping their activations
+    memory: str | None = None  # for activations of the samples, as 4GB; what is beyond goes to a file beside the output
+    dry_run: Flag = False  # say what it will take, from a trial on the first block, and stop
+    profile: bool = False  # report where time and memory went, and what to change
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of main memory that activations may take."""
+        return None if self.memory is None else size_in_bytes(self.memory)
+
+    @property
+    def repairs(self) -> bool:
+        return self.repair_probe if self.probe != "none" else not self.no_repair
+
+    @property
+    def needs_whole(self) -> str | None:
+        if self.probe != "none":
+            return "--probe"
+        if self.score in ("fisher", "path"):
+            return f"--score {self.score}"
+        return f"--allocate {self.allocate}" if self.allocate in ("fisher", "moments") else super().needs_whole
+
+    @property
+    def most_samples(self) -> int:
+        return 128 if self.repairs else 32
+
+    @property
+    def chosen_score(self) -> str | None:
+        """The score that auto stands for; None leaves the choice to the solver."""
+        if self.score != "auto":
+            return self.score
+        return "wanda" if self.probe != "none" or self.no_repair else None
+
+    @property
+    def chosen_scope(self) -> str:
+        """The scope that auto stands for."""
+        if self.scope != "auto":
+            return self.scope
+        if self.chosen_score is None or self.allocate != "uniform":
+            return "layer"
+        return "row" if self.chosen_score == "wanda" else "global"
+
+    def check(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {self.sparsity}")
+        if self.scope == "2:4" and self.sparsity != 0.5:
+            mend = "leave off --sparsity, or take --scope row"
+            raise ValueError(f"--scope 2:4 removes half, not {self.sparsity}; {mend}")
+        if self.scope == "2:4" and self.probe != "none":
+            # 2:4 has one sparsity, so the score alone could not be compared with a probe, which prunes less
+            raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
+        if self.bits is not None and self.probe != "none":
+            raise ValueError(
+                f"--bits does not go with --probe; prune, then quantise: prunus export {self.out} --bits {self.bits}"
+            )
+        if self.memory is not None:
+            size_in_bytes(self.memory)
+        for flag in given(self, *OF_PROBE) if self.probe == "none" else ():
+            raise ValueError(f"without --probe nothing reads {flag}; leave it off")
+        for flag in given(self, *OF_REPAIR) if not self.repairs else ():
+            raise ValueError(f"without a repair nothing reads {flag}; leave it off")
+        if self.allocate != "uniform" and self.chosen_scope != "layer":
+            raise ValueError(f"--allocate {self.allocate} spreads the sparsity over layers; take --scope layer")
+        if self.allocate in ("fisher", "moments") and self.probe != "none":
+            raise ValueError(f"--allocate {self.allocate} does not go with --probe; leave one off")
+
+
+OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")
+OF_REPAIR = ("targets", "damping", "tune")
 
 
 def run(command: Command) -> None:
-    if not is_to_do(command, check):
-        return
-    from .prune_tables import print_profile, print_result
+    from .model_work import on_all_ranks
 
-    with working(command):
-        outcome = _pruned(command)
-        how = {"small": command.bits is not None, "of_prunable": True}
-        saved = write_folder(command, outcome.model, _figures(outcome), **how)
-    print_result(outcome, command.sparsity, is_probed=command.probe != "none", every_layer=command.every_layer)
-    zeros = sparsity_report(command, outcome.model.model)
-    print(
-        f"{zeros.sparsity:.4%} of {zeros.num_prunable:,} prunable weights and {zeros.sparsity_of_all:.4%} of all "
-        f"{zeros.num_parameters:,} are zero"
-    )
-    if command.bits is not None and saved is not None:
-        print_bits(command, command.bits, outcome.in_bits.level, saved)
-    if outcome.score == "wanda" and command.scope == "global":
-        print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
-    print_written(command, outcome.result.cost, outcome.recovery, "pruned")
-    if outcome.profile is not None:
-        print_profile(outcome.profile)
-    publish(command)
-
-
-def _pruned(command: Command) -> "Outcome":
-    """The model, pruned, compared with the dense one and the score alone."""
-    import time
-
-    import torch
-
-    from ..grids import on_grids
-    from ..lab.gpu import Sampler, utilisation_reader
-    from ..lab.trained_run import from_checkpoint
-    from ..oneshot import Repair, prune
-    from ..oneshot.originals import Originals
-    from .prune_tables import Outcome
-
-    probe, score, device = probe_of(command), command.chosen_score, torch.device(command.device)
-    repair = Repair(command.targets, command.damping, tune=command.tune) if command.repairs else None
-    trained, recover = loaded(command, from_checkpoint)
-    settings: dict[str, Any] = {"score": score, "select": selector_of(command), "loss": trained.loss}
-    settings |= {"batch_size": command.batch or None, "offload": device if command.offload else None}
-    settings |= {"checkpointing": command.checkpointing, **patterns_of(command)}
-    if command.allocate == "moments" and not trained.moments:
-        raise ValueError(
-            f"--allocate moments reads Adam's second moments, and {command.model} has none: they are in a checkpoint "
-            "of prunus that was trained with Adam; take --allocate fisher"
-        )
-    settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
-    if command.bits is not None and not command.sparsity:
-        warn_if_dense(command, trained.model)
-    if command.bits is None and on_grids(trained.model):
-        print(f"{command.model} is in few bits; what is pruned is written in full size without --bits.")
-    began, measure = time.perf_counter(), Measure(command, trained, device)
-    sampler = Sampler(utilisation_reader(device) if command.profile else None)
-    with sampler.running():
-        rows = {"dense": measure()}
-        # a repair has its folder for itself; beside it are tokens and the checkpoints of a recovery
-        folder = command.unfinished if command.recover is None else command.unfinished / "repair"
-        bits = command.bits if recover is None else None  # what recovers is quantised when it has
-        more: dict[str, Any] = {"probe": probe, "repair": repair, "bits": bits}
-        more["state"] = folder if (repair or bits) and not probe else None
-        result = prune(trained.model, trained.batches, command.sparsity, **settings, **more)
-        reached = measure()
-        if probe is not None:
-            reached_sparsity = result.sparsity
-            result.undo_()
-            alone = prune(trained.model, trained.batches, reached_sparsity, repair=None, **settings)
-            rows[f"{score} alone"] = measure()
-            alone.undo_()
-            result.apply_()
-        if repair is not None:
-            with result.masks_alone():
-                rows["masks alone"] = measure()
-        name = "repaired" if repair else "probed" if probe else score or ""
-        rows[f"{name}, {bits} bits" if bits else name] = reached
-    outcome = Outcome(trained, result, rows, score)
-    if recover is not None:
-        outcome = replace(outcome, recovery=recover(result.dense()))
-        rows["recovered"] = measure()
-    result.level.originals = Originals()  # the dense weights, which nothing reads any more
-    if recover is not None and command.bits is not None:
-        outcome = replace(outcome, quantised=quantised(command, trained, command.bits))
-        result.cost.add_(outcome.in_bits.cost)
-        rows[f"recovered, {command.bits} bits"] = measure()
-    if not command.profile:
-        return outcome
-    seconds = result.cost.parts | measure.clock.seconds
-    total = time.perf_counter() - began
-    return replace(outcome, profile=_profile(command, result.cost, seconds, total, sampler.mean))
-
-
-def _profile(
-    command: Command, cost: "Cost", parts: dict[str, float], total: float, utilisation: float | None
-) -> "Profile":
-    import torch
-
-    from ..oneshot.resources import free_bytes
-    from .prune_tables import Profile, split
-
-    device = torch.device(command.device)
-    left = free_bytes(device)
-    if device.type == "cuda":
-        left -= cost.peak_bytes - torch.cuda.memory_allocated(device)
-    state = (cost.rows, cost.halved, cost.peak_bytes, max(0, left))
-    return Profile(split(parts, total), *state, command.device, command.probe, utilisation, cost.checkpointing)
-
-
-def _figures(outcome: "Outcome") -> dict[str, Any]:
-    from .prune_tables import advice
-
-    result, profile = outcome.result, outcome.profile
-    layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in outcome.layers]
-    figures = {"rows": outcome.rows, "layers": layers} | cost_figures(result.cost, outcome.recovery)
-    if (level := outcome.in_bits.level).grids:
-        figures["bits_a_weight"] = level.bits_a_weight
-    return figures | ({} if profile is None else {"profile": asdict(profile) | {"advice": advice(profile)}})
+    on_all_ranks(command)

@@ -8,12 +8,12 @@ import torch
 from rich.table import Table
 
 from ..files.writer import SavedTensor
-from ..lab.gpu import GIB
 from ..oneshot import Layer, QuantizeResult, Result
 from ..recovery import Recovery
 from ..trained.model import TrainedModel
-from .console import print, wide_console
+from .console import print, table_of, wide_console
 
+GIB = 2**30
 PARTS = {
     "scores": "input norms or gradients, and the choice of candidates",
     "forwards": "passes over the samples, dense and pruned",
@@ -134,14 +134,12 @@ def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer
     print(*result.notes)
 
 
-def models_table(rows: Mapping[str, Mapping[str, float]], metric: str) -> Table:
-    table = Table(title="on held-out data")
-    for heading in ("model", "sparsity", metric):
-        table.add_column(heading)
-    for name, row in rows.items():
-        name = "as it came" if name == "dense" and row["sparsity"] else name
-        table.add_row(name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
-    return table
+def models_table(models: Mapping[str, Mapping[str, float]], metric: str) -> Table:
+    rows = [
+        ("as it came" if name == "dense" and row["sparsity"] else name, f"{row['sparsity']:.4%}", f"{row[metric]:.4f}")
+        for name, row in models.items()
+    ]
+    return table_of("on held-out data", ("model", "sparsity", metric), rows)
 
 
 def _zero_already(asked: float, result: Result) -> str:
@@ -235,34 +233,25 @@ def _fitting_table(title: str, rows: Sequence[Mapping[str, str]], width: int, fi
 
 def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
     """One row per layer; columns of the probe are left out without one."""
-    table = Table(title="what was pruned in each layer")
-    layers, of_probe = outcome.layers, ("no gradient", "not finite", "tau") if is_probed else ()
-    errors = _errors(layers, is_recovered=outcome.quantised is not None)
-    proposed = ["weights proposed"] if is_probed else []
-    headings = ("layer", "shape", *proposed, "weights pruned", "sparsity", *of_probe, *errors)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
-    for layer in layers:
-        shape, tau = "x".join(map(str, layer.shape)), "" if layer.tau is None else f"{layer.tau:.4g}"
+    rows, errors = [], _errors(outcome.layers, is_recovered=outcome.quantised is not None)
+    for layer in outcome.layers:
+        tau = "" if layer.tau is None else f"{layer.tau:.4g}"
         cells = [f"{layer.num_pruned:,}", f"{layer.sparsity:.2%}"]
         if is_probed:
-            cells.insert(0, f"{layer.num_candidates:,}")
-            cells += [str(layer.num_zero_gradient), str(layer.num_not_finite), tau]
+            cells = [f"{layer.num_candidates:,}", *cells, str(layer.num_zero_gradient), str(layer.num_not_finite), tau]
         figures = [getattr(layer, name) for name in errors.values()]
-        table.add_row(layer.name, shape, *cells, *("" if error is None else f"{error:.4f}" for error in figures))
-    return table
+        figures = ["" if error is None else f"{error:.4f}" for error in figures]
+        rows.append((layer.name, "x".join(map(str, layer.shape)), *cells, *figures))
+    before, after = (["weights proposed"], ["no gradient", "not finite", "tau"]) if is_probed else ([], [])
+    headings = ("layer", "shape", *before, "weights pruned", "sparsity", *after, *errors)
+    return table_of("what was pruned in each layer", headings, rows)
 
 
 def print_profile(profile: Profile) -> None:
     """Where time and memory went, and what to change."""
-    table = Table(title="where time and memory went")
-    for heading in ("what", "how much", "meaning"):
-        table.add_column(heading, justify="right" if heading == "how much" else "left")
-    for row in table_rows(profile):
-        table.add_row(*row)
-    wide_console().print(table)
-    for line in advice(profile):
-        print(line)
+    headings = ("what", "how much", "meaning")
+    wide_console().print(table_of("where time and memory went", headings, table_rows(profile), texts=("meaning",)))
+    print(*advice(profile))
 
 
 def table_rows(profile: Profile) -> list[tuple[str, str, str]]:

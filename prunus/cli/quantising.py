@@ -2,31 +2,35 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from torch import nn
+
+from ..export.huggingface import LOAD_STATE
+from ..files.writer import Saved
+from ..lab.trained_run import from_checkpoint
+from ..oneshot import QuantizeResult, quantize
+from ..oneshot.level import Level
+from ..oneshot.originals import Originals
+from ..trained.model import TrainedModel, load_without_data
 from .console import print, wide_console
-from .model_options import ModelCommand, check_model_options, source_of
+from .model_options import ModelCommand
 from .model_work import (
     Measure,
     cost_figures,
     is_to_do,
     loaded,
+    offload_device,
     patterns_of,
     print_written,
     publish,
+    source_of,
     sparsity_report,
     working,
     write_folder,
 )
+from .prune_tables import models_table, quantised_table
 from .shared_options import Bits
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..files.writer import Saved
-    from ..oneshot.level import Level
-    from ..oneshot.result import QuantizeResult
-    from ..trained.model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,6 @@ class Quantising(ModelCommand):
     samples: int | None = None
 
     @property
-    def num_samples(self) -> dict[str, Any]:
-        return {"samples": 128, "at_most": True} if self.samples is None else {"samples": self.samples}
-
-    @property
     def has_data(self) -> bool:
         """Whether there are samples: those of an option, or those of the run that trained the model."""
         return bool(self.text or self.tokens or self.batches) or not (Path(self.model) / "config.json").is_file()
@@ -50,16 +50,12 @@ class Quantising(ModelCommand):
 
 def export(command: Quantising) -> None:
     """Quantise a pruned model, and write it."""
-    if not is_to_do(command, check_model_options):
+    if not is_to_do(command):
         return
-    import torch
-
-    from .prune_tables import models_table, quantised_table
-
     with working(command):
         trained = _loaded(command)
         warn_if_dense(command, trained.model)
-        measure = Measure(command, trained, torch.device(command.device))
+        measure = Measure(command, trained)
         rows = {"as it came": measure()} if command.has_data else {}
         result = quantised(command, trained, command.bits)
         rows |= {f"in {command.bits} bits": measure()} if command.has_data else {}
@@ -77,10 +73,7 @@ def export(command: Quantising) -> None:
     publish(command)
 
 
-def _loaded(command: Quantising) -> "TrainedModel":
-    from ..lab.trained_run import from_checkpoint
-    from ..trained.model import load_without_data
-
+def _loaded(command: Quantising) -> TrainedModel:
     if command.has_data:
         return loaded(command, from_checkpoint)[0]
     trained = load_without_data(source_of(command), Path(command.model))
@@ -88,21 +81,16 @@ def _loaded(command: Quantising) -> "TrainedModel":
     return trained
 
 
-def quantised(command: ModelCommand, trained: "TrainedModel", bits: int) -> "QuantizeResult":
+def quantised(command: ModelCommand, trained: TrainedModel, bits: int) -> QuantizeResult:
     """What was done to the model, without the values that it had before; killed, the same call goes on."""
-    import torch
-
-    from ..oneshot import quantize
-    from ..oneshot.originals import Originals
-
     how: dict[str, Any] = {"batch_size": command.batch or None, **patterns_of(command)}
-    how |= {"offload": torch.device(command.device) if command.offload else None}
+    how |= {"offload": offload_device(command, trained)}
     result = quantize(trained.model, trained.batches, bits, state=command.unfinished / "bits", **how)
     result.level.originals = Originals()
     return result
 
 
-def warn_if_dense(command: ModelCommand, model: "nn.Module") -> None:
+def warn_if_dense(command: ModelCommand, model: nn.Module) -> None:
     """Name the tools for dense models in few bits, for which there is no small file here."""
     if not sparsity_report(command, model).sparsity:
         print(
@@ -111,10 +99,8 @@ def warn_if_dense(command: ModelCommand, model: "nn.Module") -> None:
         )
 
 
-def print_bits(command: ModelCommand, bits: int, level: "Level", saved: "Saved") -> None:
+def print_bits(command: ModelCommand, bits: int, level: Level, saved: Saved) -> None:
     """Say how many bits a weight takes, how large the files are, and what loads weights without a config."""
-    from ..export.huggingface import LOAD_STATE
-
     of = "" if len(level.grids) == len(level.weights) else f" in {len(level.grids)} of {len(level.weights)} layers"
     size, dense = sum((command.out / path.name).stat().st_size for path in saved.files), saved.dense_bytes
     if size < dense:  # a dense model has no codes in its file

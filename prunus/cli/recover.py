@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from .console import print
-from .recovering import batch_options, recovered
-from .shared_options import Flag, StartToken, TokenType, check_new_folder, number_of
+from .shared_options import (
+    Flag,
+    StartToken,
+    TokenType,
+    check_new_folder,
+    check_not_negative,
+    is_written,
+    number_of,
+    plain,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +50,7 @@ class Command:
     eval_tokens: Path | None = None  # held-out tokens
     eval_batches: Path | None = None  # held-out arrays
     budget: str = "20M"  # tokens to learn from in all, or samples of arrays: 500k, 20M, 1B
-    lr: float | None = None  # learning rate; without it the best of three short trials
+    lr: float | None = None  # learning rate; without it by three short trials
     hard: float = 0.0  # weight of the text's cross-entropy beside the teacher's predictions
     train: tuple[str, ...] = ()  # patterns of the parameters that learn, and no others
     length: int = 0  # tokens per window; 0 takes 512, or the model's longest
@@ -65,7 +73,8 @@ class Command:
 
 
 def run(command: Command) -> None:
-    if _is_written(command):  # killed after the result was in its place
+    settings = plain(asdict(command))
+    if is_written(command.out / "recovery.json", command.unfinished, settings):  # killed after the result was in place
         shutil.rmtree(command.unfinished, ignore_errors=True)
         print(f"{command.out}: was written already")
         return
@@ -73,6 +82,7 @@ def run(command: Command) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
     from ..files.lock import lock_folder
     from ..recovery.folder import write_recovered
+    from .recovering import batch_options, recovered
 
     args = _arguments(command)
     is_first = args.process_index == 0
@@ -82,37 +92,17 @@ def run(command: Command) -> None:
             trained, teacher = _loaded(command, args)
             if is_first and trained.note:
                 print(trained.note)
-            options = batch_options(
-                command.budget,
-                trained,
-                args,
-                length=command.length,
-                batch=command.batch,
-                step_tokens=command.step_tokens,
-            )
+            sizes = {name: getattr(command, name) for name in ("length", "batch", "step_tokens")}
+            options = batch_options(command.budget, trained, args, **sizes)
             recovery = recovered(command, trained, teacher, args, options)
         except ValueError:
             if made and is_first and not any(command.unfinished.glob("checkpoint-*")):
                 shutil.rmtree(command.unfinished, ignore_errors=True)
             raise
-        settings = _settings(command)
         where = {"source": command.model, "unfinished": command.unfinished}
         write_recovered(command.out, trained.model, recovery, settings=settings, **where)
     if is_first:
         print(*str(recovery).splitlines(), f"{command.out}: written")
-
-
-def _settings(command: Command) -> dict[str, Any]:
-    values = asdict(command) | {"train": list(command.train)}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
-
-
-def _is_written(command: Command) -> bool:
-    """Whether this command has written its result, and only its folder to work in is left to remove."""
-    from ..files.json_file import read_json
-
-    path = command.out / "recovery.json"
-    return command.unfinished.is_dir() and path.is_file() and read_json(path).get("settings") == _settings(command)
 
 
 def check(command: Command) -> None:
@@ -126,9 +116,7 @@ def check(command: Command) -> None:
         raise ValueError(f"--teacher {command.teacher} is neither a Hugging Face folder nor a .gguf file")
     if command.teacher.resolve() == command.model.resolve():
         raise ValueError(f"--teacher {command.teacher} is the pruned model itself; give the dense one")
-    for name in ("length", "batch", "step_tokens", "eval_windows"):
-        if (getattr(command, name) or 0) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(command, name)}")
+    check_not_negative(command, "length", "batch", "step_tokens", "eval_windows")
     if command.parallel != "auto" and "RANK" not in os.environ:
         raise ValueError(f"--parallel {command.parallel} is for several processes: torchrun ... -m prunus recover")
 

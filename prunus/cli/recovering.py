@@ -1,17 +1,16 @@
 """How ``prunus recover`` and ``prunus prune --recover`` spend a budget of tokens."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, nn
+
+from ..recovery import Recovery, recover
+from ..trained.data import text_config
+from ..trained.model import TrainedModel
+from ..trained.windows import in_batches
 from .console import print
 from .shared_options import number_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..recovery import Recovery
-    from ..trained.model import TrainedModel
-    from ..trained.windows import TrainingBatches
 
 LENGTH = 512  # tokens of a window, or the model's longest
 PER_STEP = 49_152  # tokens of a step, where the budget has that many steps
@@ -31,13 +30,9 @@ class BatchOptions:
 
 
 def batch_options(
-    budget: str, trained: "TrainedModel", args: Any, *, length: int = 0, batch: int = 0, step_tokens: int = 0
+    budget: str, trained: TrainedModel, args: Any, *, length: int = 0, batch: int = 0, step_tokens: int = 0
 ) -> BatchOptions:
     """How the budget is spent: 49,152 tokens a step, or less, so that there are 100 steps."""
-    from torch import Tensor
-
-    from ..trained.data import text_config
-
     number, samples = number_of(budget), trained.evaluated
     is_text = isinstance(samples, Tensor) or "input_ids" in (samples or {})
     longest = getattr(text_config(trained.model), "max_position_embeddings", None) if is_text else None
@@ -53,21 +48,10 @@ def batch_options(
     return BatchOptions(size, length, accumulate, steps)
 
 
-def training_batches(trained: "TrainedModel", options: BatchOptions) -> "TrainingBatches":
-    """ValueError where there are fewer samples than one pass takes."""
-    assert trained.training is not None
-    return trained.training(size=options.size, length=options.length)
-
-
-def recovered(
-    command: Any, trained: "TrainedModel", teacher: "nn.Module", args: Any, options: BatchOptions
-) -> "Recovery":
+def recovered(command: Any, trained: TrainedModel, teacher: nn.Module, args: Any, options: BatchOptions) -> Recovery:
     """The student of ``trained`` learns from the teacher; both are measured on the held-out samples."""
-    from ..recovery import recover
-    from ..trained.windows import in_batches
-
-    assert trained.evaluated is not None
-    batches = training_batches(trained, options)
+    assert trained.training is not None and trained.evaluated is not None
+    batches = trained.training(size=options.size, length=options.length)
     held_out = in_batches(trained.evaluated, options.size)
     names = ("lr", "hard", "train", "offload_teacher", "compile", "seed")
     how = {name: getattr(command, name) for name in names if hasattr(command, name)}

@@ -54,7 +54,8 @@ def _diagnosis(contents: Contents, expected: Expected, strict: bool) -> Diagnosi
     for name, mask in contents.masks.items():
         if name not in contents.tensors:
             findings.append(Finding("bad-mask", name, f"{mask.file} holds a mask for it, but there is no such tensor"))
-    pruned = _num_pruned(contents)
+    rows = [row for row in contents.pruned.get("layers", ()) if isinstance(row, dict) and "num_pruned" in row]
+    pruned = {str(row.get("name")): row["num_pruned"] for row in rows}  # how many weights ``prunus prune`` says it took
     is_named = all(name in contents.tensors for name in pruned)  # not where files name tensors as the model does not
     expected = Expected(**(_of_prune(contents, expected, bool(pruned) and is_named) | expected.given))
     chosen = roles(contents.tensors, expected, contents.masks, pruned if is_named and not contents.masks else ())
@@ -107,12 +108,6 @@ def _undo_parametrization(contents: Contents) -> list[Finding]:
         what = "it is stored as weight and mask, which needs more room and is not loaded by other tools"
         findings.append(Finding("not-removed", plain, what))
     return findings
-
-
-def _num_pruned(contents: Contents) -> dict[str, Any]:
-    """How many weights ``prunus prune`` says it pruned, by the tensor's name."""
-    rows = [row for row in contents.pruned.get("layers", ()) if isinstance(row, dict) and "num_pruned" in row]
-    return {str(row.get("name")): row["num_pruned"] for row in rows}
 
 
 def _fewer_zeros(pruned: Mapping[str, Any], checks: Mapping[str, TensorCheck]) -> list[Finding]:

@@ -50,7 +50,7 @@ def count_kept(keep: Tensor) -> Counts:
     most = {m: 0 for m in GROUPS if num_columns and num_columns % m == 0}
     widths = set(most)
     for start, chunk in row_chunks(keep):
-        columns += _sum_of_rows(chunk.view(torch.uint8))
+        columns += chunk.float().sum(0).long()  # exact, and faster than a sum of booleans
         groups = chunk.view(torch.uint8)
         for m in (2, *most) if most else ():
             groups = groups[:, 0::2] + groups[:, 1::2]
@@ -76,19 +76,6 @@ def widened(tensor: Tensor) -> Tensor:
 def is_nonzero(tensor: Tensor) -> Tensor:
     """Where a tensor is not zero; -0.0 is zero, NaN is not."""
     return widened(tensor) != 0
-
-
-def _sum_of_rows(bytes_: Tensor) -> Tensor:
-    """``bytes_.sum(0)`` of zeros and ones, in bytes while their sums fit, which is many times faster."""
-    for _ in range(7):
-        if len(bytes_) < 2:
-            break
-        half = len(bytes_) // 2
-        odd = bytes_[2 * half :]
-        bytes_ = bytes_[:half] + bytes_[half : 2 * half]
-        if len(odd):
-            bytes_[0] += odd[0]
-    return bytes_.sum(0)
 
 
 def row_chunks(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:

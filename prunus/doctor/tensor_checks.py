@@ -17,7 +17,7 @@ from ..eligible import check_patterns, matches
 from ..ops import bits
 from ..ops.lazy import as_rows
 from .findings import Expected, Finding, TensorReport, share
-from .pattern import CHUNK, Counts, count_kept, is_nonzero, num_crowded, num_not_finite, pattern_of, widened
+from .pattern import Counts, count_kept, is_nonzero, num_crowded, num_not_finite, pattern_of, widened
 from .sources import StoredTensor
 
 ODD = 0.01  # share of zeros from which a matrix that should be dense is odd
@@ -251,7 +251,5 @@ def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
 def _hash(tensor: Tensor) -> str:
     """Hash of the values' bits, dtype and shape."""
     made = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
-    flat = tensor.reshape(-1)
-    for start in range(0, len(flat), CHUNK):
-        made.update(flat[start : start + CHUNK].contiguous().view(torch.uint8).numpy().data)
+    made.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()

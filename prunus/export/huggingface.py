@@ -45,7 +45,7 @@ def save_model(
     replace: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved:
-    """Write a model to a new folder in the small form, with a model card; what became of each tensor is returned.
+    """Write a model to a new folder in the small form, with a model card, and return how each tensor was stored.
 
     ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
     was loaded from. With ``masks``, a model with a non-zero weight where its mask says pruned is refused. The folder
@@ -77,7 +77,7 @@ def save_model(
 
 def small_source(model: nn.Module) -> TensorSource:
     """The tensors of a model as a small file holds them; ValueError for a weight that left its grid."""
-    return in_memory(model.state_dict(), {"format": "pt"} | _names_of(model), on_grids(model))
+    return in_memory(model.state_dict(), {"format": "pt"} | stored_names_of(model), on_grids(model))
 
 
 def save_config(model: nn.Module, part: Path) -> None:
@@ -136,7 +136,7 @@ def read_generation_config_(model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
-        with _in_one_line(folder / "generation_config.json"):
+        with in_one_line(folder / "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
@@ -177,7 +177,7 @@ def read_config(folder: Path, tensors: Tensors | None = None, gguf_file: str | N
     except ImportError:
         raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from None
     check_regular_files(folder)
-    with _in_one_line(folder / (gguf_file or "config.json")):
+    with in_one_line(folder / (gguf_file or "config.json")):
         if not gguf_file and (folder / "config.json").is_file():
             check_counts(read_json(folder / "config.json"), tensors)
         options = {"gguf_file": gguf_file} if gguf_file else {}
@@ -211,7 +211,7 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
     is_quantised = hasattr(config, "quantization_config")
     hint = "it is quantised; give the model as it was before. transformers: " if is_quantised else ""
-    with _in_one_line(folder, hint), quiet_transformers():
+    with in_one_line(folder, hint), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
             of_config(deepcopy(config))
@@ -232,7 +232,7 @@ def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: boo
 
 
 @contextmanager
-def _in_one_line(path: Path, hint: str = "") -> Iterator[None]:
+def in_one_line(path: Path, hint: str = "") -> Iterator[None]:
     """Whatever transformers raises for a file, as a ValueError of one line that names it."""
     try:
         yield
@@ -266,7 +266,7 @@ def _all_configs(config: Any) -> Iterator[Any]:
 
 def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
     """The model as its configuration says, its weights not initialised; None where transformers converts its files."""
-    with _in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
+    with in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
         outline = None
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
             outline = kind(deepcopy(config))
@@ -283,7 +283,7 @@ def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch
 def _converted(kind: Any, config: Any, folder: Path, tensors: Tensors) -> Any:
     """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU."""
     options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": largest_dtype(tensors)}
-    with _in_one_line(folder), quiet_transformers():
+    with in_one_line(folder), quiet_transformers():
         model, info = kind.from_pretrained(None, output_loading_info=True, **options)
         _refuse_strangers(kind, info)
     return model
@@ -294,13 +294,13 @@ def is_converted(model: Any, tensors: Tensors) -> bool:
     if "names" in tensors.metadata:
         return False
     names, strange = model_names(model, tensors)
-    computed = [*_patterns(model, "_keys_to_ignore_on_save"), *_patterns(model, "_keys_to_ignore_on_load_missing")]
+    computed = [*patterns_of(model, "_keys_to_ignore_on_save"), *patterns_of(model, "_keys_to_ignore_on_load_missing")]
     left = set(model.state_dict()) - set(names.values())
     is_computed = any(re.search(pattern, name) for pattern in computed for name in left)  # not stored: positions
-    return bool(_names_of(model)) or bool(strange) or is_computed
+    return bool(stored_names_of(model)) or bool(strange) or is_computed
 
 
-def _names_of(model: nn.Module) -> dict[str, str]:
+def stored_names_of(model: nn.Module) -> dict[str, str]:
     """What a file says whose tensors are the model's own, if transformers stores those of this family otherwise."""
     if "transformers" not in sys.modules or not hasattr(model, "config"):
         return {}
@@ -364,7 +364,7 @@ def fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
 
 
-def _patterns(model: nn.Module, attribute: str) -> list[str]:
+def patterns_of(model: nn.Module, attribute: str) -> list[str]:
     """Patterns of names that a model lists; of few classes it is a single one, which transformers splits to letters."""
     single = getattr(type(model), attribute, None)
     return [single] if isinstance(single, str) else list(getattr(model, attribute, None) or ())
@@ -377,7 +377,7 @@ def model_names(model: nn.Module, tensors: Tensors) -> tuple[dict[str, str], lis
     Buffers that the class lists as old are left out.
     """
     known, prefix = model.state_dict(), f"{getattr(model, 'base_model_prefix', '')}."
-    old = [re.compile(pattern) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")]
+    old = [re.compile(pattern) for pattern in patterns_of(model, "_keys_to_ignore_on_load_unexpected")]
     names, strange = {}, []
     for name in tensors.records:
         inner = next((one for one in (name, prefix + name, name.removeprefix(prefix)) if one in known), None)

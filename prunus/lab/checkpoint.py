@@ -55,7 +55,7 @@ def save(training: Resumable, last: bool) -> None:
     path = save_sharded(out, by_name(state, training.model, training.optimizer), team)
     team.first(lambda: _remove_older(out))
     if last and team.is_first and _fits_in_memory(path):
-        save_checkpoint(out / LAST, load_checkpoint(path))
+        write_torch_file(out / LAST, load_checkpoint(path))
 
 
 def resume(training: Resumable) -> None:
@@ -63,7 +63,11 @@ def resume(training: Resumable) -> None:
     team, damaged = training.team, {}
     for path in team.first(lambda: checkpoints_in(training.run.out)):
         try:
-            state = _read_for(training, path)
+            if path.is_dir() and team.kind != "none":
+                state = team.each(lambda path=path: _load_sharded(path, training.model.state_dict(), team.rank))
+            else:
+                whole = team.each(lambda path=path: load_checkpoint(path))
+                state = _shard_like(whole, training.model, training.optimizer)
         except ValueError as error:  # not OSError: a file that cannot be read now may be whole
             damaged[path] = str(error)
             continue
@@ -77,14 +81,6 @@ def resume(training: Resumable) -> None:
         return
     if damaged:
         raise ValueError(next(iter(damaged.values())))
-
-
-def _read_for(training: Resumable, path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, its tensors sharded over ranks as the training's are."""
-    team = training.team
-    if path.is_dir() and team.kind != "none":
-        return _load_sharded(path, training.model.state_dict(), team)
-    return _shard_like(team.each(lambda: load_checkpoint(path)), training.model, training.optimizer)
 
 
 def sharded_in(folder: Path) -> list[Path]:
@@ -136,10 +132,6 @@ def _set_aside(path: Path) -> None:
     path.replace(other)
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    write_torch_file(path, state)
-
-
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state of a checkpoint of either kind; a missing, damaged or foreign one is a ValueError."""
     if not path.is_file() and not (path / ".metadata").is_file():
@@ -164,37 +156,31 @@ def _load_file(path: Path) -> dict[str, Any]:
     return state
 
 
-def _load_sharded(path: Path, like: Mapping[str, Tensor] | None = None, team: Team = Team()) -> dict[str, Any]:
+def _load_sharded(path: Path, like: Mapping[str, Tensor] | None = None, rank: int = 0) -> dict[str, Any]:
     """The state in a folder of ranks: that of one process, or for ``like`` that of this rank."""
     from .sharded_checkpoint import by_number, load_sharded
 
     try:
-        return by_number(load_sharded(path, like or {}, team), whole=like is None)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__} {str(error)[:80]}"
+        return by_number(load_sharded(path, like or {}, rank), whole=like is None)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {str(error)[:80]}"
         raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {reason}") from error
 
 
 def _shard_like(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """A whole state with each tensor sharded over ranks as its weight is."""
+    from .sharded_checkpoint import shard
+
     like = model.state_dict()
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     rows = {
-        i: {key: _shard(value, weights[i]) for key, value in row.items() if key != "mask" or not is_dtensor(weights[i])}
+        i: {key: shard(value, weights[i]) for key, value in row.items() if key != "mask" or not is_dtensor(weights[i])}
         for i, row in state["optimizer"]["state"].items()
     }
     return state | {
-        "model": {name: _shard(value, like[name]) if name in like else value for name, value in state["model"].items()},
+        "model": {name: shard(value, like.get(name)) for name, value in state["model"].items()},
         "optimizer": state["optimizer"] | {"state": rows},
     }
-
-
-def _shard(value: Any, weight: Any) -> Any:
-    if not is_dtensor(weight) or not isinstance(value, Tensor) or value.shape != weight.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _fits_in_memory(path: Path) -> bool:

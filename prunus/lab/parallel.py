@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -65,10 +66,6 @@ class Team:
         elif self.kind == "ddp" and not last:
             return wrapped.no_sync()  # pyrefly: ignore[not-callable]
         return nullcontext()
-
-    def slice_of(self, batch: int, size: int) -> tuple[int, int]:
-        """Number and size of this rank's part of global batch ``batch``, in batches as large as the part."""
-        return batch * self.size + self.rank, size // self.size
 
     def shared(self, batches: Iterable[T], measure: Callable[[Iterator[T]], list[BatchSums]]) -> list[BatchSums]:
         """The rows that ``measure`` gives for the batches, in their order; ranks take turns at the batches.
@@ -170,15 +167,15 @@ def team_of(run: Run) -> Iterator[Team]:
         dist.destroy_process_group()
 
 
-def join(on_gpu: bool) -> None:
-    """Meet the other ranks in a store of this attempt's own.
+def join(on_gpu: bool, patience: timedelta | None = None) -> None:
+    """Meet the other ranks in a store of this attempt's own; none waits longer for others than ``patience``.
 
     torchrun keeps one store over its restarts (seen in 2.13), in which a rank would find old addresses.
     """
     store, rank, size = next(rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=patience)
 
 
 def _sharded(model: nn.Module, device: torch.device, size: int) -> nn.Module:

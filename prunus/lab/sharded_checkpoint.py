@@ -2,12 +2,11 @@
 
 A checkpoint is a folder ``checkpoint-STEP`` with one file a rank and ``.metadata``. It does not depend on how many
 ranks wrote it or how they were wrapped: optimizer state goes by the weight's name, masks are those of whole weights,
-and each rank's random state and digest are stored under its number. DCP would unpickle the metadata and plain values;
-here both are read without executing anything.
+and each rank's random state and digest are stored under its number. DCP would unpickle the metadata and plain values,
+so it does not read them: ``files/distributed.py`` does, without executing anything.
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,31 +17,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from ..files.atomic import new_folder
 from ..files.distributed import (
-    Entry,
-    StoredBlock,
     block_checksums,
     check_complete,
     read_entries,
     read_shard,
+    read_tensor,
     write_checksums,
 )
 from ..ops import bits
+from ..ranks import is_dtensor
 from .parallel import Team
 
 State = dict[str, Any]
@@ -62,7 +49,9 @@ def save_sharded(folder: Path, state: Mapping[str, Any], team: Team) -> Path:
             places = json.dumps(_places(own))
             dcp.save({"format": FORMAT, "places": places, **own}, storage_writer=dcp.FileSystemWriter(part))
         except CheckpointException as error:
-            raise OSError(f"{path} could not be written: {_cause(error)}") from error
+            rank, (reason, _) = min(error.failures.items())
+            said = " ".join(str(reason).split())[:200]
+            raise OSError(f"{path} could not be written: rank {rank}: {said}") from error
         every: list[Any] = [team.each(lambda: _own_checksums(part, team.rank))] * team.size
         if team.kind != "none":
             dist.all_gather_object(every, every[0])
@@ -77,60 +66,46 @@ def _own_checksums(part: Path, rank: int) -> dict[str, str]:
     return block_checksums(part, [block for block in blocks if block.file.startswith(f"__{rank}_")])
 
 
-def load_sharded(path: Path, like: Mapping[str, Tensor], team: Team = Team()) -> State:
+def load_sharded(path: Path, like: Mapping[str, Tensor], rank: int = 0) -> State:
     """The state that ``save_sharded`` wrote, put together for this rank.
 
-    ``like`` are the model's tensors by name: its weights are read into them, and what belongs to a weight is sharded
-    as the weight is. A name that is not there becomes a whole tensor on the CPU.
+    What belongs to one of the weights ``like`` by name is sharded as that is, as soon as it is read: a rank holds one
+    whole tensor at a time. A name that is not there becomes a whole tensor on the CPU.
     """
-    entries = team.each(lambda: _read_entries(path))
+    entries = read_entries(path, verify=False)  # each block is verified when it is read
     writers = sum(1 for entry in entries if entry.path[0] == "rng")
-    state: State = {}
+    if not writers:
+        raise ValueError("no rank wrote its random state")
+    values: dict[tuple[str, ...], Any] = {}
     for entry in entries:
-        if entry.path[0] not in PER_RANK or entry.path[1] == f"rank{team.rank % writers}":
-            _set(state, entry.path, _blank(entry, like))
-    try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.load(
-                state,
-                storage_reader=_CheckedReader(path, entries),
-                planner=_PlainPlanner(),
-                no_dist=team.kind == "none",
-            )
-    except CheckpointException as error:
-        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {_cause(error)}") from error
+        if entry.path[0] in PER_RANK and entry.path[1] != f"rank{rank % writers}":
+            continue
+        if entry.size is None:
+            check_complete(path, entry)
+            values[entry.path] = read_shard(path, entry.shards[0])
+        else:
+            weight = next((like[key] for key in entry.path[1:] if key in like), None)
+            values[entry.path] = shard(read_tensor(path, entry), weight)
     has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
-    if state["format"] != FORMAT or not has_checksums:
-        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks checksums or the mark {FORMAT!r}")
-    state = _ordered(state, json.loads(state["places"]))
-    for key in PER_RANK:
-        state[key] = next(iter(state[key].values()))
-    return state
+    if values.get(("format",)) != FORMAT or not has_checksums:
+        raise ValueError(f"it lacks checksums or the mark {FORMAT!r}")
+    state: State = {}
+    for place in map(tuple, json.loads(values[("places",)])):
+        if place[0] not in PER_RANK:
+            inner = state
+            for key in place[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[place[-1]] = values.get(place, {})
+    return state | {key: values[key, f"rank{rank % writers}"] for key in PER_RANK}
 
 
-def _read_entries(path: Path) -> list[Entry]:
-    try:
-        entries = read_entries(path, verify=False)  # each rank verifies what it reads
-        for entry in entries:
-            if entry.size is not None:
-                check_complete(path, entry)
-        if not {("format",), ("places",), ("step",)} <= {entry.path for entry in entries}:
-            raise ValueError(f"it lacks the mark {FORMAT!r}")
-        if not any(entry.path[0] == "rng" for entry in entries):
-            raise ValueError("no rank wrote its random state")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}") from error
-    return entries
+def shard(value: Any, weight: Any) -> Any:
+    """A whole tensor, sharded over ranks as the weight that it belongs to; anything else as it is."""
+    if not is_dtensor(weight) or not isinstance(value, Tensor) or value.shape != weight.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
 
-
-def _blank(entry: Entry, like: Mapping[str, Tensor]) -> Tensor | None:
-    """Room for an entry; None for what is no tensor."""
-    if entry.size is None:
-        return None
-    weight = next((like[key] for key in entry.path[1:] if key in like), None)
-    if weight is None or weight.shape != entry.size:
-        return torch.empty(entry.size, dtype=entry.dtype)
-    return weight if entry.path[0] == "model" else torch.empty_like(weight, dtype=entry.dtype)
+    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _places(state: Mapping[str, Any], outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -139,78 +114,6 @@ def _places(state: Mapping[str, Any], outer: tuple[str, ...] = ()) -> list[tuple
     for key, value in state.items():
         places += _places(value, (*outer, key)) if isinstance(value, Mapping) and value else [(*outer, key)]
     return places
-
-
-def _ordered(state: Mapping[str, Any], places: list[list[str]]) -> State:
-    """The state as it was saved, with ``places`` for its order; a place without a value is an empty mapping."""
-    ordered: State = {}
-    for place in places:
-        value: Any = state
-        for key in place:
-            value = value.get(key, {})
-        if place[0] not in PER_RANK:
-            _set(ordered, tuple(place), value)
-    return ordered | {key: state[key] for key in PER_RANK}
-
-
-def _set(state: State, place: tuple[Any, ...], value: Any) -> None:
-    for key in place[:-1]:
-        state = state.setdefault(key, {})
-    state[place[-1]] = value
-
-
-def _cause(error: CheckpointException) -> str:
-    """The first rank's own words, in one line."""
-    rank, (reason, _) = min(error.failures.items())
-    return f"rank {rank}: {' '.join(str(reason).split())[:200]}"
-
-
-def _metadata(entries: list[Entry]) -> Metadata:
-    """The entries in DCP's own terms, without their places, which ``_CheckedReader`` knows."""
-    kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for entry in entries:
-        chunks = [ChunkStorageMetadata(torch.Size(s.offset or ()), torch.Size(s.size or ())) for s in entry.shards]
-        kinds[entry.name] = BytesStorageMetadata()
-        if entry.size is not None and entry.dtype is not None:
-            properties = TensorProperties(dtype=entry.dtype)
-            kinds[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-    return Metadata(kinds, {entry.name: entry.path for entry in entries}, {})
-
-
-class _CheckedReader(dcp.FileSystemReader):
-    """DCP's reader with metadata that were read already, and with blocks compared with their checksums."""
-
-    def __init__(self, path: Path, entries: list[Entry]) -> None:
-        super().__init__(path)
-        self.folder, self.metadata = path, _metadata(entries)
-        self.blocks = {MetadataIndex(entry.name, block.offset): block for entry in entries for block in entry.shards}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        loaded: tuple[StoredBlock, Any] | None = None  # parts of one block may go to several places
-        for item in sorted(plan.items, key=lambda item: (self.blocks[item.storage_index].file, item.storage_index.fqn)):
-            block = self.blocks[item.storage_index]
-            if loaded is None or loaded[0] != block:
-                loaded = block, read_shard(self.folder, block)
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, loaded[1])
-                continue
-            places = zip(item.storage_offsets, item.lengths, strict=True)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(loaded[1][tuple(slice(start, start + n) for start, n in places)])
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-class _PlainPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Take a value that ``_CheckedReader`` has read; torch's own would unpickle whatever is there."""
-        _set(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
 
 
 def by_name(state: State, model: nn.Module, optimizer: Optimizer) -> State:

@@ -4,19 +4,20 @@ A tracker (wandb, tensorboard, trackio) gets what metrics.jsonl gets, nested nam
 ``eval/perplexity``. Its package is imported only when it is asked for.
 """
 
-import contextlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # Linux alone can; elsewhere the peak is the whole process's
+        with suppress(OSError):  # Linux alone can; elsewhere the peak is the whole process's
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -105,12 +106,50 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Sink(Protocol):
+@contextmanager
+def sampled(read: Callable[[], float] | None, interval: float = 0.25) -> Iterator[list[float]]:
+    """The numbers that ``read`` returns at intervals while something runs; none where there is nothing to read."""
+    values: list[float] = []
+    stop = threading.Event()
+
+    def loop() -> None:
+        while read is not None and not stop.wait(interval):
+            try:
+                values.append(read())
+            except (OSError, ValueError, RuntimeError, subprocess.SubprocessError):
+                return  # a missing figure must not end the run
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield values
+    finally:
+        stop.set()
+        thread.join()
+
+
+def utilisation_reader(device: torch.device) -> Callable[[], float] | None:
+    """A function that returns the GPU's utilisation in [0, 1]; None without a GPU or nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if device.type != "cuda" or program is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    identity = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    command = [program, f"--id={identity}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+
+    def read() -> float:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        return float(said.split()[0]) / 100
+
+    return read
+
+
+@dataclass(frozen=True)
+class Sink:
     """One tracker of one run."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[Mapping[str, float], int], object]  # numbers by name, and their step
+    close: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -144,7 +183,7 @@ class Tracker:
             file.write(to_json(values) + "\n")
         if self.sinks and (numbers := flat(values)):
             for sink in self.sinks:
-                sink.log(values["step"], numbers)
+                sink.log(numbers, values["step"])
 
     def flush(self) -> None:
         """Wait until the disk has all lines, as a checkpoint relies on those up to its step."""
@@ -179,69 +218,45 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-class Wandb:
+def wandb_sink(run: Run, step: int) -> Sink:
     """Weights & Biases; WANDB_MODE=offline keeps it on this machine, in the run folder."""
-
-    def __init__(self, run: Run, step: int) -> None:
-        wandb: Any = import_module("wandb")
-        known, own = run.out / "wandb-id", run.out / "wandb"
-        before = own.exists()
-        try:
-            self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "prunus"),
-                name=run.out.name,
-                dir=str(run.out),
-                config=run.to_json(),
-                id=known.read_text() if step and known.is_file() else None,
-                resume="allow" if step else None,
-                reinit="finish_previous",  # of a failed run in this process
-                settings=wandb.Settings(console="off"),
-            )
-        except wandb.errors.Error as error:
-            if not before:
-                shutil.rmtree(own, ignore_errors=True)
-            raise ValueError(f"wandb did not begin: {error}; WANDB_MODE=offline needs no account") from None
-        known.write_text(self.run.id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+    wandb: Any = import_module("wandb")
+    known, own = run.out / "wandb-id", run.out / "wandb"
+    before = own.exists()
+    try:
+        begun = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "prunus"),
+            name=run.out.name,
+            dir=str(run.out),
+            config=run.to_json(),
+            id=known.read_text() if step and known.is_file() else None,
+            resume="allow" if step else None,
+            reinit="finish_previous",  # of a failed run in this process
+            settings=wandb.Settings(console="off"),
+        )
+    except wandb.errors.Error as error:
+        if not before:
+            shutil.rmtree(own, ignore_errors=True)
+        raise ValueError(f"wandb did not begin: {error}; WANDB_MODE=offline needs no account") from None
+    known.write_text(begun.id)
+    return Sink(lambda values, step: begun.log(dict(values), step=step), begun.finish)
 
 
-class Tensorboard:
+def tensorboard_sink(run: Run, step: int) -> Sink:
     """Event files in the run folder: ``tensorboard --logdir RUN``."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: Run, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = run.out / "tensorboard"
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None, flush_secs=10)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
+    writer = SummaryWriter(str(run.out / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10)
+    return Sink(lambda values, step: [writer.add_scalar(*each, step) for each in values.items()], writer.close)
 
 
-class Trackio:
+def trackio_sink(run: Run, step: int) -> Sink:
     """Hugging Face's local-first tracker, in the project prunus: ``trackio show``."""
-
-    def __init__(self, run: Run, step: int) -> None:
-        self.trackio: Any = import_module("trackio")
-        project = os.environ.get("TRACKIO_PROJECT", "prunus")
-        resume = "allow" if step else "never"
-        name = "-".join(run.out.resolve().parts[-2:])
-        self.run = self.trackio.init(project=project, name=name, config=run.to_json(), resume=resume)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
+    trackio: Any = import_module("trackio")
+    project = os.environ.get("TRACKIO_PROJECT", "prunus")
+    name = "-".join(run.out.resolve().parts[-2:])
+    trackio.init(project=project, name=name, config=run.to_json(), resume="allow" if step else "never")
+    return Sink(lambda values, step: trackio.log(dict(values), step=step), trackio.finish)
 
 
-SINKS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio}
+SINKS = {"wandb": wandb_sink, "tensorboard": tensorboard_sink, "trackio": trackio_sink}

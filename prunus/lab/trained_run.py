@@ -13,10 +13,11 @@ from ..files.checksum import hexadecimal
 from ..files.json_file import read_json, to_json, write_json
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
+from ..files.torch_file import write_torch_file
 from ..files.writer import Saved
 from ..oneshot.progress import progress_line
 from ..trained.model import ModelSource, TrainedModel, save_small
-from .checkpoint import checkpoint_of, load_checkpoint, save_checkpoint
+from .checkpoint import checkpoint_of, load_checkpoint
 from .data.batches import ImageShape, TokenShape
 from .evaluate import loss_of
 from .models import MODELS, build
@@ -35,10 +36,10 @@ def export_checkpoint(path: Path, job: ExportJob) -> Exported:
         check_pruned(name, tensors[name], packed)
     source = in_memory(tensors)
     before = sum(tensors[name].nbytes for name in source.specs)  # not the file's bytes: most are the optimizer's
-    return to_folder(source, job, before, str(path), lambda part: _describe(state, part))
+    return to_folder(source, job, before, str(path), lambda part: describe(state, part))
 
 
-def _describe(state: Mapping[str, Any], folder: Path) -> None:
+def describe(state: Mapping[str, Any], folder: Path) -> None:
     """Write run.json, from which the model of a checkpoint is built again."""
     shape = _shape(state["run"]["model"], {name: tuple(tensor.shape) for name, tensor in state["model"].items()})
     description = {"run": state["run"], "step": state["step"], "shape": shape}
@@ -109,10 +110,10 @@ def from_checkpoint(source: ModelSource) -> TrainedModel | None:
 
     def save(out: Path, *, small: bool = False) -> Saved | None:
         if not small:
-            save_checkpoint(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
+            write_torch_file(out / "checkpoint.pt", state | {"model": training.model.state_dict()})
             return None
         saved = save_small(training.model, out)
-        _describe(state, out)
+        describe(state, out)
         return saved
 
     metric = "accuracy" if images else "perplexity"

@@ -105,8 +105,9 @@ class Training:
         total = torch.zeros((), device=self.device)
         for part in range(run.accumulate):
             self.mark("data")
-            own, size = self.team.slice_of(self.step * run.accumulate + part, run.batch)
-            inputs, targets = self.data.train.batch(own, size, run.seed)
+            number = self.step * run.accumulate + part  # of the global batch, of which this rank takes its part
+            own = (number * self.team.size + self.team.rank, run.batch // self.team.size)
+            inputs, targets = self.data.train.batch(*own, run.seed)
             self.mark("forward")
             inputs, targets = (x.to(self.device, non_blocking=True) for x in (inputs, targets))
             with self.team.syncing(self.wrapped, last=part == run.accumulate - 1):

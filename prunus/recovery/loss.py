@@ -194,15 +194,20 @@ def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str
     return found, None, f"{name} {changed}"
 
 
+def named_parts(batch: Tree) -> dict[str, Any]:
+    """Inputs by name, and the labels, of a dict or a pair; None without labels."""
+    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
+    return {"labels": labels, **(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs})}
+
+
 def token_mask(model: nn.Module, batch: Tree) -> Tensor | None:
     """Which tokens count, (sample, token), of those that the outputs stand for; None where all do."""
     if not is_encoder_decoder(model):
         return None if (mask := mask_of(batch)) is None else mask.bool()
-    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
-    named = inputs if isinstance(inputs, Mapping) else {}
+    named = named_parts(batch)
     if isinstance(mask := named.get("decoder_attention_mask"), Tensor):
         return mask.bool()
-    labels = named.get("labels", labels)
+    labels = named["labels"]
     return labels != IGNORED if isinstance(labels, Tensor) and labels.ndim == 2 else None
 
 
@@ -210,8 +215,7 @@ def tokens_of(model: nn.Module, batch: Tree) -> Tensor | None:
     """The tokens that outputs may stand for, (sample, token), or their mask if there is one; None without tokens."""
     if (mask := token_mask(model, batch)) is not None:
         return mask
-    inputs = batch[0] if isinstance(batch, tuple) else batch
-    named = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    named = named_parts(batch)
     tokens = named.get("decoder_input_ids", named.get("input_ids"))
     is_right = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
     return tokens if is_right else None
@@ -230,9 +234,8 @@ def num_samples(batch: Tree) -> int:
 
 def labels_of(model: nn.Module, batch: Tree, distance: Distance, is_by_token: bool) -> Tensor | None:
     """Labels of the outputs' places; IGNORED where there is none. Of text, each token's label is the next token."""
-    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
-    if isinstance(inputs, Mapping):
-        labels = inputs.get("labels", labels)
+    named = named_parts(batch)
+    labels = named["labels"]
     if distance.kind != "classes":
         return labels if isinstance(labels, Tensor) else None
     predicts_next, mask = labels is None, token_mask(model, batch) if is_by_token else None
@@ -240,7 +243,7 @@ def labels_of(model: nn.Module, batch: Tree, distance: Distance, is_by_token: bo
         predicts_next = not is_encoder_decoder(model) and bool(getattr(model, "can_generate", bool)())
     predicts_next = predicts_next and is_by_token
     if predicts_next and labels is None:
-        labels = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        labels = named.get("input_ids")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     for shifts in (False, predicts_next):  # neither padding nor what follows on padding is learned

@@ -1,9 +1,10 @@
-"""Which learning rate each step has: one rate for the whole run, or the best of three short trials before it."""
+"""Which learning rate each step has: one rate for the whole run, or one that three short trials before it tell."""
 
 from dataclasses import dataclass, field
 
 LR = 1e-3
 FACTORS = (0.5, 1.0, 2.0)  # of LR, one for each trial
+LONGER = 2.0  # times the rate of the best trial, for the run: few steps favour rates that are too low for hundreds
 LEAST_STEPS = 300  # for trials; below, they would take a large part of the run
 TRIAL = 20, 0.02  # steps of a trial: at least so many, and this share of the run
 WARM_UP = 0.1
@@ -13,8 +14,8 @@ WARM_UP = 0.1
 class Plan:
     """``lr=None`` tries three rates, each from the same weights over the same batches, with its own warm-up and decay.
 
-    The steps of trials count: the run that follows has so many fewer. ``results`` are the held-out values of the
-    trials so far, of which the least wins.
+    The run takes twice the rate of the best trial. The steps of trials count: the run that follows has so many fewer.
+    ``results`` are the held-out values of the trials so far, of which the least wins.
     """
 
     steps: int
@@ -37,13 +38,13 @@ class Plan:
 
     @property
     def chosen(self) -> float:
-        """The rate of the run: of the trial that ended best, or where the batches ended before, of the last one."""
+        """The rate of the run: twice that of the best trial, or where the batches ended in a trial, that of it."""
         if self.lr is not None or not self.trial_steps:
             return LR if self.lr is None else self.lr
         if len(self.results) < len(FACTORS):
             return LR * FACTORS[len(self.results)]
         best = min(range(len(self.results)), key=lambda i: (self.results[i] != self.results[i], self.results[i]))
-        return LR * FACTORS[best]
+        return LONGER * LR * FACTORS[best]
 
     @property
     def reason(self) -> str:
@@ -54,7 +55,8 @@ class Plan:
         if len(self.results) < len(FACTORS):
             return f"that of trial {len(self.results) + 1} of {len(FACTORS)}, in which the batches ended"
         pairs = ", ".join(f"{LR * f:g}: {r:.4g}" for f, r in zip(FACTORS, self.results, strict=False))
-        return f"the best of {len(FACTORS)} trials of {self.trial_steps} steps on held-out batches ({pairs})"
+        best = f"the best of {len(FACTORS)} trials of {self.trial_steps} steps on held-out batches ({pairs})"
+        return f"{LONGER:g} times that of {best}"
 
     def phase(self, step: int) -> tuple[int, int, float]:
         """First step, number of steps and learning rate of the trial or the run that ``step`` belongs to."""

@@ -17,7 +17,7 @@ from .folder import write_recovered
 from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
 from .plan import Plan
-from .result import Point, Recovery
+from .result import Recovery
 from .resuming import last_checkpoint, settings_of, without_empty_folders
 from .step_batches import HELD_OUT, Batches, Steps, random_kept
 from .student_teacher import check_apart, check_values, compiled_blocks, learning, loaded, warn_if_whole
@@ -56,19 +56,20 @@ def recover(
     """Train ``model`` in place to give the outputs of ``teacher``; zeros of its matrices stay exactly where they are.
 
     The loss is ``KL(teacher || student)`` at every token that is not padding, or at every label of a classifier, plus
-    ``hard`` times the cross-entropy of the labels (of text, the next tokens). Where outputs are not logits it is their
-    mean square difference. ``teacher`` is a model, ``result.dense()`` of ``prune``, or a folder; with ``None`` the loss
-    is the cross-entropy alone. Dropout is off, and batch norms use their running statistics.
+    ``hard`` times the cross-entropy of the labels (of text, the next tokens). If the model does not return logits,
+    it is the mean square difference of its outputs. ``teacher`` is a model, ``result.dense()`` of ``prune``, or a
+    folder; with ``None`` the loss is the cross-entropy alone. Dropout is off, and batch norms use their running
+    statistics.
 
     ``batches`` are read as ``prune`` reads them, once or again and again, ``accumulate`` of them a step and process.
-    The first ``held_out`` of them never train: on these the best state is chosen, which the model ends in. ``train``
+    The first ``held_out`` of them are not trained on: the model ends in the state that is best on them. ``train``
     restricts what learns: globs over names of parameters. ``lr=None`` finds the learning rate by three short trials,
     where there are at least 300 steps; it is 1e-3 for fewer. 16-bit models learn in float32 and end in their own dtype.
     Codes of a quantised model stay as they are: the scales of its weights learn in their place, and end in bfloat16.
 
     With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again. ``out`` is
     a folder to write the model to, which must not exist; unless ``state`` says otherwise, checkpoints are beside it.
-    ``args`` are ``TrainingArguments`` for all else: FSDP, trackers, the device. Needs transformers and accelerate.
+    ``args`` are ``TrainingArguments`` for FSDP, trackers, the device and all else. Needs transformers and accelerate.
     """
     _check_numbers(steps, lr, hard, accumulate, evaluations)
     unfinished = None
@@ -170,11 +171,7 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
         if trainer.pruner is not None:
             trainer.pruner.remove()
     plan, initial, learning, scales = trainer.plan, trainer.initial, trainer.learning, trainer.scales
-    curve = [
-        Point(step, measured.num_tokens, measured.figures.kl, measured.figures.loss, measured.figures.accuracy)
-        for step, measured in sorted(trainer.figures.items())
-        if step not in plan.trial_ends
-    ]
+    curve = [point for step, point in sorted(trainer.figures.items()) if step not in plan.trial_ends]
     num_zeros = torch.tensor(sum(int((local(p) == 0).sum()) for p in trainer.model.parameters() if p.ndim > 1))
     if trainer.is_sharded:
         num_zeros = num_zeros.to(trainer.args.device)

@@ -3,7 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from .folder import narrowed
 from .learned_scale import learned_scales
 from .loss import Counts, Distillation, Figures, figures_of
 from .plan import LR, Plan
+from .result import Point
 from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
@@ -43,14 +45,6 @@ MAX_NORM = 1.0
 SCALE_RATE = 8.0  # times the learning rate: that of the logarithms of scales
 BEST = "best-{rank}.safetensors"
 WEIGHTS = "weights.safetensors"  # what learns, of models that transformers cannot save whole
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Figures after this many tokens, or samples where there are no tokens."""
-
-    num_tokens: int
-    figures: Figures
 
 
 class State:
@@ -106,7 +100,7 @@ class RecoveryTrainer(Trainer):
         self.dtypes, self.scales = dtypes, learned_scales(self.model, dtypes)  # dtypes that parameters end in
         self.evaluate_at, self.save_at, self.report = frozenset(evaluate_at), frozenset(save_at), report
         self.saves = args.save_strategy != "no"
-        self.figures: dict[int, Measured] = {}  # of the student, by step
+        self.figures: dict[int, Point] = {}  # of the student, by step
         self.teacher_figures = Figures(None)
         self.pruner: Pruner | None = None
         self.initial: State | None = None  # what trials go back to
@@ -138,13 +132,6 @@ class RecoveryTrainer(Trainer):
             self.optimizer.lr_factors = factors
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """A schedule that changes nothing: each step takes its rate from the plan, which trials complete."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda _: 1.0)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
-
     def _get_learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
@@ -155,8 +142,7 @@ class RecoveryTrainer(Trainer):
         return 0
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Tree], Any]:
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches:
+        if not (batches := list(islice(epoch_iterator, num_batches))):
             self.control.should_training_stop = True
         num = torch.zeros(3, dtype=torch.float64, device=device)
         for batch in batches:
@@ -166,9 +152,6 @@ class RecoveryTrainer(Trainer):
         counts = Counts(*(num / self.args.world_size).tolist())  # since gradients are averaged over ranks
         self.state.num_input_tokens_seen += round(counts.num_tokens * self.args.world_size)
         return batches, counts
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
-        return None
 
     def compute_loss(
         self, model: nn.Module, inputs: Tree, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -204,9 +187,9 @@ class RecoveryTrainer(Trainer):
         """Measure on the held-out batches; a trial that ends here gives way to the next, or to the run."""
         step = self.state.global_step
         student, self.teacher_figures = self.measure(self.model_wrapped)
-        self.figures[step] = Measured(self.state.num_input_tokens_seen, student)
-        values = {"tokens": self.figures[step].num_tokens} | asdict(student)
-        metrics = {f"eval_{name}": value for name, value in values.items() if value is not None}
+        self.figures[step] = point = Point(step, self.state.num_input_tokens_seen, **asdict(student))
+        known = {name: value for name, value in asdict(point).items() if name != "step" and value is not None}
+        metrics = {f"eval_{name}": value for name, value in known.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -250,14 +233,10 @@ class RecoveryTrainer(Trainer):
         """The best state is written first: a checkpoint is complete when its trainer_state.json is there."""
         self.fill_kept_zeros_()
         folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        if self.best is not None and 0 < self.best.step < self.state.global_step and self.writes_best:
+        writes_best = self.args.process_index == 0 or self.is_sharded  # of equal values those of the first rank
+        if writes_best and self.best is not None and 0 < self.best.step < self.state.global_step:
             self.best.save(folder / BEST.format(rank=self.args.process_index))
         super()._save_checkpoint(model, trial)
-
-    @property
-    def writes_best(self) -> bool:
-        """Whether this rank's values are its own, or it is the first of equal ones."""
-        return self.args.process_index == 0 or self.is_sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -316,7 +295,7 @@ class _Driver(TrainerCallback):
         for entry in state.log_history:
             if "eval_tokens" in entry:
                 values = [entry.get(f"eval_{name}") for name in ("kl", "loss", "accuracy")]
-                trainer.figures[entry["step"]] = Measured(int(entry["eval_tokens"]), Figures(*values))
+                trainer.figures[entry["step"]] = Point(entry["step"], int(entry["eval_tokens"]), *values)
         ends = [end for end in plan.trial_ends if end in trainer.figures]
         plan.results = [trainer.distillation.rank(trainer.figures[end].figures) for end in ends]
         step = trainer.best_step

@@ -19,8 +19,12 @@ class Point:
     accuracy: float | None
 
     @property
+    def figures(self) -> Figures:
+        return Figures(self.kl, self.loss, self.accuracy)
+
+    @property
     def perplexity(self) -> float | None:
-        return Figures(None, self.loss).perplexity
+        return self.figures.perplexity
 
 
 @dataclass(repr=False)

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..eligible import check_patterns, matches, plain_name, unwrapped_model
+from ..eligible import check_patterns, eligible, matches, plain_name, unwrapped_model
 from ..grids import on_grids
 from ..oneshot.blocks import blocks_of
 from ..ranks import is_dtensor, local
 from .folder import narrowed
-from .teacher import weights_of
 
 OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # which it sets on a model
 
@@ -96,10 +95,8 @@ def learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn
 @contextmanager
 def compiled_blocks(*models: nn.Module | None) -> Iterator[None]:
     """Blocks of the models compiled: equal ones share a graph."""
-    blocks: list[nn.Module] = []
-    for model in models:
-        if model is not None:
-            blocks += blocks_of(model, weights_of(model))
+    given = [model for model in models if model is not None]
+    blocks = [block for model in given for block in blocks_of(model, eligible(model, takes_frozen=True).weights)]
     try:
         for block in blocks:
             block.compile()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..eligible import Weight, eligible
+from ..eligible import eligible
 from ..oneshot.forward import outputs, replaced
 from ..oneshot.head import Head
 from ..oneshot.offload import Offload
@@ -26,7 +26,7 @@ class Teacher:
         check_dense(model)
         self.model, self.device, self.offload = model, device, offload
         self._flags = {p: p.requires_grad for p in model.parameters()}
-        self._weights = weights_of(model) if offload else []
+        self._weights = eligible(model, takes_frozen=True).weights if offload else []
         self._tensors = [*model.parameters(), *model.buffers()]
 
     @contextmanager
@@ -59,15 +59,14 @@ class Teacher:
         try:
             for tensor in self._tensors:
                 tensor.data = tensor.data.to(self.device)
+            return
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
-            num_bytes = sum(tensor.nbytes for tensor in self._tensors)
-        else:
-            return
-        for tensor in self._tensors:
+        for tensor in self._tensors:  # outside of the handler, whose frames hold what was allocated
             tensor.data = tensor.data.cpu()
         release(self.device)
+        num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         raise ValueError(
             f"the teacher takes {num_bytes / 2**30:.1f} GiB, more than {self.device} has left; --offload-teacher "
             "(offload_teacher=True) keeps it in main memory, one block at a time on the device"
@@ -101,18 +100,6 @@ class Teacher:
         with replaced({head: stop}):
             outputs(self.model, batch)
         return seen[0], Head(head.weight.detach(), None if head.bias is None else head.bias.detach())
-
-
-def weights_of(model: nn.Module) -> list[Weight]:
-    """Weights that can be pruned, of a frozen model too."""
-    flags = {p: p.requires_grad for p in model.parameters()}
-    try:
-        for parameter in flags:
-            parameter.requires_grad_(parameter.is_floating_point())
-        return list(eligible(model).weights)
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
 
 
 def check_dense(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ def completed(
         args.output_dir = args.output_dir if state is None else str(state)
     args.max_steps, args.gradient_accumulation_steps = steps, accumulate
     args.max_grad_norm = 0.0  # the optimizer's own step clips, where gradients are masked
+    args.lr_scheduler_type = "constant"  # the plan says the rate of each step
     args.eval_strategy, args.save_strategy = "no", "no" if state is None else "steps"
     args.save_steps, args.save_total_limit, args.load_best_model_at_end = steps, 1, False
     args.logging_nan_inf_filter, args.disable_tqdm, args.remove_unused_columns = False, True, False

@@ -13,7 +13,7 @@ from test_prune_command import MINE, data_of, folder, prune, refused, rows_of, r
 
 from prunus import load_model, load_sparse
 from prunus.cli.console import Terminal
-from prunus.cli.prune_tables import _kinds, quantised_table
+from prunus.cli.prune_tables import quantised_table
 from prunus.export.huggingface import load_any_model
 from prunus.oneshot import quantize_step
 from prunus.oneshot.result import Layer
@@ -224,7 +224,7 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
         (["--bits", "5"], "--bits"),
         (["--bits", "4", "--form", "dense"], "leave off --form"),
         (["--bits", "4", "--check"], "leave off --check"),
-        (["--bits", "4", "--max-shard", "1GB"], "leave off --max-shard"),
+        (["--bits", "4", "--max-shard-size", "1GB"], "leave off --max-shard-size"),
         (["--bits", "4", "--advise"], "--advise measures and writes nothing"),
         (["--bits", "4", "--batch", "2"], "--batch says what --advise measures"),
         (["--text", "story.txt"], "--text says what --bits calibrates on"),
@@ -258,19 +258,6 @@ def test_a_mistake_in_prune_is_one_line_and_writes_nothing(folder, capsys):
     assert "--bits is one of 3, 4, 8; got '5'" in refused(capsys, *command, "--bits", 5)
     assert "prune, then quantise" in refused(capsys, *command, "--bits", 4, "--probe", "block")
     assert sorted(path.name for path in folder.iterdir()) == ["calib.u16", "model", "valid.u16"]
-
-
-@pytest.mark.parametrize("is_recovered", [False, True])
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_table_with_bits_fits_the_terminal_and_breaks_no_name(width, is_recovered):
-    names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"]
-    layers = [Layer(name, (8, 8), 64, 32, 32, mask_error=0.2, error=0.1, bits=4, bits_error=0.12) for name in names]
-    console = Terminal(width=width)
-    with console.capture() as shown:
-        console.print(_kinds(layers, width, is_recovered=is_recovered))
-    said = shown.get()
-    assert max(map(len, said.splitlines())) <= width and "…" not in said
-    assert "in 4 bits" in said and all(f" model.layers.*.self_attn.{part}_proj " in said for part in "qkvo")
 
 
 def test_the_table_of_quantised_layers_fits_eighty_columns():

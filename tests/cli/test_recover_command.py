@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_prune_command import refused, run
 
 from prunus import load_model, quantize, save_model
-from prunus.cli import main
 from prunus.export.huggingface import load_any_model
 from prunus.grids import check_on_grid, on_grids
 
@@ -42,10 +42,6 @@ def made(tmp_path_factory):
     data = ("--text", folder / "corpus", "--samples", 8, "--length", 12, "--eval-windows", 6)
     run("prune", folder / "dense", *data, "--sparsity", 0.5, "--out", folder / "pruned")
     return folder
-
-
-def run(*args):
-    main([str(arg) for arg in args])
 
 
 def zeros_of(folder):
@@ -128,14 +124,6 @@ def test_classifiers_learn_from_arrays(tmp_path, capsys):
     assert all(torch.equal(after[name], zeros) for name, zeros in before.items())
 
 
-def fails(capsys, *args):
-    with pytest.raises(SystemExit) as stop:
-        run(*args)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and len(lines) == 1, lines
-    return lines[0]
-
-
 def test_bad_input_gets_one_line_and_writes_nothing(made, tmp_path, capsys):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -162,11 +150,11 @@ def test_bad_input_gets_one_line_and_writes_nothing(made, tmp_path, capsys):
     }
     for said, args in cases.items():
         out = () if "--out" in args else ("--out", tmp_path / "out")
-        assert said in fails(capsys, "recover", *args, *out), said
+        assert said in refused(capsys, "recover", *args, *out), said
         assert sorted(tmp_path.iterdir()) == before, said
     both = ("--text", made / "corpus", "--out", tmp_path / "out", "--recover")
-    assert "a budget is a number" in fails(capsys, "prune", made / "dense", *both, "0")
-    assert "not --calibrate self" in fails(
+    assert "a budget is a number" in refused(capsys, "prune", made / "dense", *both, "0")
+    assert "not --calibrate self" in refused(
         capsys, "prune", made / "dense", "--calibrate", "self", "--eval-text", made / "corpus", *both[2:], "400"
     )
 

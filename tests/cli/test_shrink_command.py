@@ -12,10 +12,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_prune_command import refused, run
+from test_prune_command import MINE, refused, run
 
 from prunus.cli.console import Terminal
-from prunus.cli.shrink_tables import _layers
+from prunus.cli.shrink_work import _layers
 from prunus.oneshot.shrink_result import ShrunkLayer
 
 FAST = "--samples 16 --length 12 --eval-windows 6".split()
@@ -300,27 +300,12 @@ def test_a_flag_that_moved_is_answered_with_what_to_write(command, said, capsys)
     assert said in line and "not an option any more" in line
 
 
-MINE = """
-import torch
-from torch import nn
-
-def subject():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
-    x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
-    return {
-        "model": model, "batches": [(x, y)], "loss": nn.functional.cross_entropy,
-        "evaluate": lambda m: nn.functional.cross_entropy(m(x), y).item(), "metric": "loss",
-    }
-"""
-
-
 def test_a_function_of_a_users_own_gives_model_and_data(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine_shrunk.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     run(*"shrink mine_shrunk:subject --neurons 0.25 --out out".split())
     said = capsys.readouterr().out
-    assert tensors_of(tmp_path / "out")["2.weight"].shape == (3, 12)
+    assert tensors_of(tmp_path / "out")["2.weight"].shape == (3, 6)
     assert "samples a second" in said and "before load_state_dict" in said
 
 

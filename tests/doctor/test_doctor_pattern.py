@@ -184,11 +184,6 @@ def test_values_that_are_not_finite_are_counted_in_every_chunk_and_large_sums_ar
         assert num_not_finite(huge) == 2
 
 
-def test_columns_of_ones_are_counted_for_every_number_of_rows():
-    for num_rows in (*range(1, 40), 127, 128, 255, 256, 257, 383, 511, 1000):
-        assert count_kept(torch.ones(num_rows, 2, dtype=torch.bool)).columns.tolist() == [num_rows] * 2
-
-
 def test_empty_tensors_scalars_and_integers_are_taken_as_they_are(tmp_path):
     tensors = {
         "a.weight": torch.empty(0, 4),

@@ -33,33 +33,22 @@ def tensor_bytes(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors*")}
 
 
+@pytest.mark.parametrize("is_drawn", [True, False], ids=["put on grids", "quantised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "several"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_quantised_model_comes_back_with_its_grids_and_saves_to_the_same_bytes(name, limit, dtype, tmp_path):
-    model = put_on_grids_(MODELS[name]().to(dtype))
-    saved = save_model(model, tmp_path / "small", max_shard_bytes=limit)
-    assert {row.name for row in saved.rows if row.encoding == "codes"} == set(on_grids(model))
-    assert {row.bits for row in saved.rows} == {4, None}
-    found = load_model(tmp_path / "small")
-    assert_same_state(found, model)
-    assert_same_grids(found, model)
-    save_model(found, tmp_path / "again", max_shard_bytes=limit)
-    assert tensor_bytes(tmp_path / "small") == tensor_bytes(tmp_path / "again")
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_quantize_made_is_stored_as_codes_and_comes_back_with_its_grids(name, dtype, tmp_path):
+def test_a_model_on_grids_comes_back_with_them_and_saves_to_the_same_bytes(name, limit, dtype, is_drawn, tmp_path):
     model = MODELS[name]().to(dtype)
-    quantize(model, bits=4)
-    saved = save_model(model, tmp_path / "small")
+    put_on_grids_(model) if is_drawn else quantize(model, bits=4)
+    saved = save_model(model, tmp_path / "small", max_shard_bytes=limit)
+    coded = {row.name for row in saved.rows if row.encoding == "codes"}
     assert on_grids(model) and {row.bits for row in saved.rows} == {4, None}
     found = load_model(tmp_path / "small")
     assert_same_state(found, model)
-    coded = {row.name for row in saved.rows if row.bits}
     assert coded == set(on_grids(found))
-    save_model(found, tmp_path / "again")
+    if is_drawn:  # quantize puts weights without a zero on grids too, which are stored dense
+        assert_same_grids(found, model)
+    save_model(found, tmp_path / "again", max_shard_bytes=limit)
     assert tensor_bytes(tmp_path / "small") == tensor_bytes(tmp_path / "again")
 
 

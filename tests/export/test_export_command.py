@@ -14,8 +14,9 @@ from test_export_models import assert_same_model, gpt2, llama
 
 from prunus import load_model, save_model
 from prunus.cli import main
-from prunus.cli.export import size_in_bytes
-from prunus.lab.checkpoint import load_checkpoint, save_checkpoint
+from prunus.cli.shared_options import size_in_bytes
+from prunus.files.torch_file import write_torch_file
+from prunus.lab.checkpoint import load_checkpoint
 from prunus.lab.trained_run import load_exported
 
 transformers = pytest.importorskip("transformers", reason="needs pip install prunus[hf]")
@@ -34,11 +35,11 @@ def folder_of(model: torch.nn.Module, path: Path) -> Path:
 def test_the_command_converts_a_folder_there_and_back(make, limit, tmp_path, capsys):
     model = make()
     plain, small, back = folder_of(model, tmp_path / "plain"), tmp_path / "small", tmp_path / "back"
-    main(["export", str(plain), "--out", str(small), "--check", "--max-shard", limit])
+    main(["export", str(plain), "--out", str(small), "--check", "--max-shard-size", limit])
     said = capsys.readouterr().out
     assert "bitmask" in said and "every bit read back" in said and ("1 file" in said) == (limit == "1GB")
     assert_same_model(load_model(small), model)
-    main(["export", str(small), "--out", str(back), "--form", "dense", "--check", "--max-shard", limit])
+    main(["export", str(small), "--out", str(back), "--form", "dense", "--check", "--max-shard-size", limit])
     assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(back), model)
     names = {path.name for path in plain.iterdir()} - {"model.safetensors"}
     assert names <= {path.name for path in small.iterdir()} & {path.name for path in back.iterdir()}
@@ -98,7 +99,7 @@ def test_a_checkpoint_whose_mask_is_broken_is_refused(run_folder, tmp_path, caps
     state = load_checkpoint(run_folder / "checkpoint.pt")
     name = next(iter(state["pruner"]["masks"]))
     state["model"][name].fill_(1.0)
-    save_checkpoint(tmp_path / "checkpoint.pt", state)
+    write_torch_file(tmp_path / "checkpoint.pt", state)
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path / "checkpoint.pt"), "--out", str(tmp_path / "out")])
     assert f"{name} has" in capsys.readouterr().err
@@ -112,7 +113,7 @@ def test_a_checkpoint_whose_mask_is_broken_is_refused(run_folder, tmp_path, caps
         ([".", "--out", "new"], "holds no tensors"),
         (["mine.safetensors", "--out", "new"], "mine.safetensors cannot be read"),
         (["mine.safetensors"], "--out"),
-        (["mine.safetensors", "--out", "new", "--max-shard", "much"], "5GB"),
+        (["mine.safetensors", "--out", "new", "--max-shard-size", "much"], "5GB"),
         (["mine.safetensors", "--out", "new", "--form", "tiny"], "form"),
         (["mine.pt", "--out", "new"], "damaged, or no checkpoint of prunus"),
         (["mine.pt", "--out", "new.safetensors"], "becomes a folder"),

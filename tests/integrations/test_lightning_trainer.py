@@ -43,7 +43,11 @@ class Batches:
         self.epoch, self.next = state["epoch"], state["next"]
 
 
-def module_of(lightning, stop=None):
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def module_of(lightning, make=adamw, stop=None):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -55,7 +59,7 @@ def module_of(lightning, stop=None):
             return self.model(**batch).loss
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return make(self.model)
 
     return Module()
 
@@ -67,7 +71,7 @@ def fit(lightning, folder, callback, stop=None, resume=None, more=(), **options)
         "log_every_n_steps": 1, "num_sanity_val_steps": 0,
     } | options  # fmt: skip
     saving = lightning.callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    module = module_of(lightning, stop)
+    module = module_of(lightning, stop=stop)
     trainer = lightning.Trainer(callbacks=[callback, saving, *more], **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(num_workers|torch.jit|isinstance|weights_only|LeafSpec).*")
@@ -81,7 +85,7 @@ def callback_of(**options):
 
 def bare_loop(accumulate, bf16=False):
     model = gpt2()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     pruner = Pruner(model, optimizer, score="bitter7", schedule=Ramp(0.5, 3, 12), every=3)
     bare_steps(model, optimizer, STEPS, accumulate, bf16)
     return pruner

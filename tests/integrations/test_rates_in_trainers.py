@@ -4,9 +4,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from covering import quickly
+from test_huggingface_trainer import StopAt
 from tiny import BATCH, Some, batch, gpt2, same_weights, weights
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from prunus import AdamWPrune, Pruner, Ramp, Rate, parameter_groups
 from prunus.integrations.huggingface import PruneCallback
@@ -18,12 +19,6 @@ MAKE = {
     "split groups": lambda model: torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-2),
     "one group": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
 }
-
-
-class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 7:
-            raise KeyboardInterrupt
 
 
 def trainer_of(folder, make, *more):
@@ -50,7 +45,7 @@ def test_a_trainer_of_hugging_face_resumes_rates_to_the_same_bits(tmp_path, make
     whole = trainer_of(tmp_path / "whole", make)
     whole.train()
     with pytest.raises(KeyboardInterrupt):
-        trainer_of(tmp_path / "broken", make, Stop()).train()
+        trainer_of(tmp_path / "broken", make, StopAt(7)).train()
     resumed = trainer_of(tmp_path / "broken", make)
     resumed.train(resume_from_checkpoint=True)
     [pruner] = [c.pruner for c in resumed.callback_handler.callbacks if isinstance(c, PruneCallback)]
@@ -61,18 +56,9 @@ def test_a_trainer_of_hugging_face_resumes_rates_to_the_same_bits(tmp_path, make
 @pytest.mark.parametrize("way", MAKE)
 def test_a_trainer_of_lightning_ends_as_the_bare_loop(tmp_path, way):
     lightning = pytest.importorskip("lightning.pytorch")
+    from test_lightning_trainer import module_of
+
     from prunus.integrations.lightning import PruneCallback as Callback
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = gpt2()
-
-        def training_step(self, batch, _):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return MAKE[way](self.model)
 
     trainer = lightning.Trainer(
         max_steps=STEPS, gradient_clip_val=0.5, accelerator="cpu", enable_progress_bar=False, logger=False,
@@ -80,7 +66,7 @@ def test_a_trainer_of_lightning_ends_as_the_bare_loop(tmp_path, way):
         callbacks=[callback := Callback(**OPTIONS)],
     )  # fmt: skip
     batches = DataLoader([batch(number) for number in range(STEPS)], batch_size=None)
-    trainer.fit(module := Module(), batches)
+    trainer.fit(module := module_of(lightning, MAKE[way]), batches)
     bare = gpt2()
     pruner = Pruner(bare, optimizer := MAKE[way](bare), **OPTIONS)
     for number in range(STEPS):

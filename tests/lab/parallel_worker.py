@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from prunus.cli import main
+from prunus.files.torch_file import write_torch_file
 from prunus.lab import sharded_checkpoint
-from prunus.lab.checkpoint import resume, save, save_checkpoint
+from prunus.lab.checkpoint import resume, save
 from prunus.lab.parallel import Team, join
 from prunus.lab.run import Parallel, Run, read_run
 from prunus.lab.trainer import Training, train
@@ -70,7 +71,7 @@ def gathered(run: Run, out: Path) -> None:
     assert training.pruner is not None
     masks = {name: bits.pack(mask) for name, mask in training.pruner.full_masks().items()}
     if training.team.is_first:
-        save_checkpoint(out, state | {"pruner": state["pruner"] | {"masks": masks}})
+        write_torch_file(out, state | {"pruner": state["pruner"] | {"masks": masks}})
     dist.barrier()
 
 

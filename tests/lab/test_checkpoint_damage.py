@@ -14,7 +14,8 @@ from test_parallel_input import a_state
 from unbroken_run import assert_same
 
 from prunus.doctor import examine
-from prunus.lab.checkpoint import load_checkpoint, resume, save_checkpoint
+from prunus.files.torch_file import write_torch_file
+from prunus.lab.checkpoint import load_checkpoint, resume
 from prunus.lab.parallel import Team
 from prunus.lab.sharded_checkpoint import by_number, save_sharded
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled"
 
 def one_file(folder: Path) -> Path:
     state = by_number(a_state(), whole=True)
-    save_checkpoint(folder / "checkpoint.pt", {key: value for key, value in state.items() if key != "digest"})
+    write_torch_file(folder / "checkpoint.pt", {key: value for key, value in state.items() if key != "digest"})
     return folder / "checkpoint.pt"
 
 
@@ -105,7 +106,7 @@ def test_checksums_of_other_blocks_are_damage(tmp_path):
 )
 def test_values_of_other_kinds_are_one_line(change, tmp_path):
     path = one_file(tmp_path)
-    save_checkpoint(path, load_checkpoint(path) | change)
+    write_torch_file(path, load_checkpoint(path) | change)
     with pytest.raises(ValueError, match=r"checkpoint\.pt") as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value)

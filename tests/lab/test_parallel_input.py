@@ -17,7 +17,6 @@ from prunus.cli import main
 from prunus.files.atomic import part_name
 from prunus.files.distributed import write_checksums
 from prunus.lab.checkpoint import _remove_older, checkpoint_of, checkpoints_in, load_checkpoint, remove_checkpoints
-from prunus.lab.data import load
 from prunus.lab.parallel import Team
 from prunus.lab.run import Run
 from prunus.lab.sharded_checkpoint import load_sharded, save_sharded
@@ -57,17 +56,6 @@ def test_one_rank_speaks_for_all_under_torchrun(tmp_path):
     assert [line for line in done.stderr.splitlines() if line.startswith("prunus train")] == [
         "prunus train: 2 ranks were started, but parallel is none; pass --parallel ddp or --parallel fsdp"
     ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ranks_share_the_same_global_batches(size, tmp_path):
-    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 20)
-    train = load(tmp_path / "text.txt", context=8).train
-    for number in (0, 7, 30):  # the last lies across an epoch's end
-        parts = [train.batch(*Team("ddp", rank, size).slice_of(number, 12), seed=3) for rank in range(size)]
-        whole = train.batch(number, 12, seed=3)
-        assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
-        assert torch.equal(torch.cat([targets for _, targets in parts]), whole[1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prunus.cli.prune_tables import Profile, advice, split, table_rows
-from prunus.lab.gpu import Sampler, utilisation_reader
+from prunus.lab.tracking import sampled, utilisation_reader
 
 BASE = {"seconds": {"records": 1.0, "other": 9.0}, "rows": 8, "halved": 0, "used_bytes": 10, "left_bytes": 5}
 
@@ -46,22 +46,22 @@ def test_parts_add_up_to_the_whole():
     assert nothing.total == 0 and nothing.share("records") == 0 and len(table_rows(nothing)) == 2
 
 
-def test_the_sampler_averages_what_it_reads_and_outlives_a_failure():
+def test_numbers_are_read_while_something_runs_which_outlives_a_failure():
     values = iter([0.2, 0.4, 0.6] + [0.4] * 1000)
-    with Sampler(lambda: next(values), 0.001).running() as sampler:
-        while len(sampler.values) < 3:
+    with sampled(lambda: next(values), 0.001) as read:
+        while len(read) < 3:
             time.sleep(0.001)
-    assert sampler.mean == pytest.approx(0.4, abs=0.05)
+    assert read[:3] == [0.2, 0.4, 0.6]
 
     def fails():
         raise subprocess.TimeoutExpired("nvidia-smi", 5)
 
-    with Sampler(fails, 0.001).running() as sampler:
+    with sampled(fails, 0.001) as read:
         time.sleep(0.01)
-    assert sampler.mean is None
-    with Sampler(None).running() as sampler:
+    assert not read
+    with sampled(None) as read:
         pass
-    assert sampler.mean is None
+    assert not read
 
 
 def test_a_cpu_has_no_utilisation_of_a_gpu():

@@ -68,8 +68,8 @@ def test_numbers_are_named_by_their_place():
     assert flat(line) == {"loss": 1.5, "eval/loss": 2}
 
 
-def test_names_are_given_apart_or_with_commas_and_are_part_of_the_run():
-    run = Run(track=("wandb,tensorboard", "trackio"))
+def test_names_are_given_apart_or_with_commas_each_counts_once_and_they_are_part_of_the_run():
+    run = Run(track=("wandb,tensorboard", "trackio", "wandb"))
     assert run.track == ("wandb", "tensorboard", "trackio")
     assert Run.from_json(run.to_json()) == run
 
@@ -96,4 +96,4 @@ def test_wandb_without_an_account_is_one_line_and_the_folder_can_be_used_again(t
     with pytest.raises(SystemExit):
         trained(tmp_path, "wandb")
     assert "WANDB_MODE=offline" in capsys.readouterr().err
-    assert not any((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()

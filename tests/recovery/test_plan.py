@@ -27,9 +27,9 @@ def test_every_phase_climbs_to_its_rate_and_falls_towards_zero(steps, lr):
 
 def test_trials_are_two_percent_of_the_run_and_the_best_wins():
     assert Plan(300).trial_ends == [20, 40, 60] and Plan(5000).trial_ends == [100, 200, 300]
-    assert Plan(300, results=[3.0, 2.0, 1.0]).chosen == 2 * LR
-    assert Plan(300, results=[1.0, 2.0, float("nan")]).chosen == LR / 2
-    assert Plan(300, results=[float("nan"), 2.0, 3.0]).chosen == LR
+    assert Plan(300, results=[3.0, 2.0, 1.0]).chosen == 4 * LR
+    assert Plan(300, results=[1.0, 2.0, float("nan")]).chosen == LR
+    assert Plan(300, results=[float("nan"), 2.0, 3.0]).chosen == 2 * LR
     assert Plan(299).chosen == LR and Plan(299, 0.1).chosen == 0.1 and "too few" in Plan(299).reason
 
 

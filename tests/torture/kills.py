@@ -217,12 +217,40 @@ def torture(
                 counts["errors"].append(f"trial {number}: {codes}: {SAID.read_text(errors='replace').strip()[-300:]}")
             elif victim.found(out) != wanted:
                 counts["differences"] += 1
-            elif name == "prune" and (left := [path.name for path in home.glob(f".{out.name}.*")]):
+            elif name.startswith("prune") and (left := [path.name for path in home.glob(f".{out.name}.*")]):
                 counts["errors"].append(f"trial {number}: left behind: {left}")
         except (ValueError, OSError, KeyError) as error:
             counts["errors"].append(f"trial {number}: {type(error).__name__}: {error}"[:300])
         for path in home.glob(f"*{out.name}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return counts
+
+
+def at_every_change(victim: Victim, home: Path, first: int = 1, step: int = 1, further: int = 13) -> dict[str, Any]:
+    """Kills before the ``first`` change of a file that the command makes, before the next after ``step``, to its last.
+
+    What is begun again is killed too, ``further`` changes later each time, until it ends by itself.
+    """
+    assert _run(victim, home / "whole", None) == [0], SAID.read_text()
+    wanted, counts = victim.found(home / "whole"), {"kills": 0, "trials": 0, "differences": [], "errors": []}
+    for number in range(first, 10**6, step):
+        out, at, num_before = home / f"out-{number}", number, counts["kills"]
+        while (code := _run(victim, out, ("change", at))[0]) == -signal.SIGKILL:
+            counts["kills"] += 1
+            if out.is_dir() and not _unfinished(out).is_dir():  # killed after its work, and nothing is left to tidy up
+                code = 0
+                break
+            at += further
+        if code:
+            counts["errors"].append(f"change {number}: {SAID.read_text().strip()[-300:]}")
+        elif victim.found(out) != wanted:
+            counts["differences"].append(number)
+        if left := [path.name for path in home.glob(f".{out.name}.*")]:
+            counts["errors"].append(f"change {number}: left behind: {left}")
+        shutil.rmtree(out, ignore_errors=True)
+        counts["trials"] += 1
+        if counts["kills"] == num_before:  # it ended before that many changes
+            break
     return counts
 
 

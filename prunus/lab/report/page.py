@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...files.atomic import write_atomically
 from .cells import ArmRow, Source, mean_of, read_source
 from .comparison import memory_of, split_recipe
+from .demo_page import DEMO_FILE, demo_page
 from .model_pages import RECOVERY_FILE, pruned_page, recovered_page
 from .numbers import count, duration, fixed, memory, number, percent, plain, short_percent, signed
 from .panel import Page
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, a study, a pruned or a recovered model in one step, and return where it is."""
+    """Write the page of a run, a study, the demo, a pruned or a recovered model in one step, and return where it is."""
     target = out or folder / "report.html"
     if target.is_dir():
         raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
-    if (folder / RECOVERY_FILE).is_file():
+    if (folder / DEMO_FILE).is_file():
+        page = html_of(demo_page(folder))
+    elif (folder / RECOVERY_FILE).is_file():
         page = html_of(recovered_page(folder))
     elif (folder / "config.json").is_file() and (folder / "result.json").is_file():  # prunus prune wrote it
         page = html_of(pruned_page(folder))

@@ -216,6 +216,7 @@ ENDS = {
     for shape in ("linear", "cubic", "zhu_gupta")
     for end in (0.5, 0.7, 0.9)
 }
+EPS = {f"eps {eps}": {"eps": float(eps)} for eps in ("1e-12", "1e-8")}
 BETAS = {f"beta2 {beta2}": {"beta2": beta2} for beta2 in (0.95, 0.99, 0.999)}
 VISION = arms_of("bitter0 bitter3 bitter7 movement fisher")
 
@@ -235,17 +236,7 @@ PRESETS: dict[PresetName, Preset] = {
         (0.5, 0.8),
     ),
     "schedules": Preset(GPT, arms_of("bitter7") + crossed(("magnitude", "bitter7"), ENDS), (0.8,)),
-    "eps": Preset(
-        GPT,
-        arms_of(
-            "bitter3 bitter7",
-            "bitter3 eps 1e-12: score=bitter3 eps=1e-12 against=bitter3",
-            "bitter3 eps 1e-8: score=bitter3 eps=1e-8 against=bitter3",
-            "bitter7 eps 1e-12: score=bitter7 eps=1e-12 against=bitter7",
-            "bitter7 eps 1e-8: score=bitter7 eps=1e-8 against=bitter7",
-        ),
-        (0.8,),
-    ),
+    "eps": Preset(GPT, arms_of("bitter3 bitter7") + crossed(("bitter3", "bitter7"), EPS), (0.8,)),
     "beta2": Preset(GPT, arms_of("bitter7") + crossed(("dense", "magnitude", "bitter7"), BETAS), (0.8,)),
     "lenet-mnist": Preset(LENET, VISION, (0.7, 0.9, 0.95), "the folder of MNIST"),
     "resnet-cifar10": Preset(RESNET, VISION, (0.5, 0.7, 0.9), "the folder of CIFAR-10"),

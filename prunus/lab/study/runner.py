@@ -8,7 +8,7 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from ...files.json_file import write_json
+from ...files.torch_file import write_torch_file
 from ...schedule import Ramp
-from ..checkpoint import remove_checkpoints, save_checkpoint
+from ..checkpoint import remove_checkpoints
 from ..recipe import Data, data_of, recorded_rates
 from ..run import Run, read_run
 from ..run_files import read_metrics
@@ -136,7 +137,7 @@ class Worker:
             if training.pruner is not None:
                 save_masks(run.out, training.pruner.masks)
             if self.options.keep_checkpoints:
-                save_checkpoint(run.out / "checkpoint.pt", training.state())
+                write_torch_file(run.out / "checkpoint.pt", training.state())
             seconds = time.perf_counter() - started + (start.wall_seconds if start else 0.0)  # as if made alone
             seconds = max(seconds, training.seconds)  # a resumed run was trained in part before
             on_gpu = torch.cuda.is_available() and run.device != "cpu"
@@ -247,8 +248,11 @@ class Starts:
         steps = [step for key, step in self.states if key == recipe and step <= most]
         return self.states[recipe, max(steps)] if steps else None
 
-    def recorder(self, run: Run, others: Iterable[Run]) -> "Recorder":
-        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped."""
+    def recorder(self, run: Run, others: Iterable[Run]) -> Callable[[Training], None]:
+        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped.
+
+        To be called after each step.
+        """
         wanted = [(_recipe(other), num_shared(other)) for other in others]
         self.states = {
             (key, step): start
@@ -256,34 +260,29 @@ class Starts:
             if any(key == recipe and step <= most for recipe, most in wanted)
         }
         mine, most = _recipe(run), num_shared(run)
-        return Recorder(self, mine, {min(step, most) for recipe, step in wanted if recipe == mine})
+        steps = {min(step, most) for recipe, step in wanted if recipe == mine}
+        first: tuple[int, float, float] | None = None  # step, seconds and time after the first, which may have compiled
+        zeros: dict[int, dict[str, Any]] = {}  # at evaluations; a dense run does not log them
 
-
-@dataclass
-class Recorder:
-    """Called after each step of a run: keeps its state at the steps that others will begin from."""
-
-    starts: Starts
-    recipe: str
-    steps: set[int]
-    first: tuple[int, float, float] | None = None  # step, seconds and time after the first one, which may have compiled
-    zeros: dict[int, dict[str, Any]] = field(default_factory=dict)  # at evaluations; a dense run does not log them
-
-    def __call__(self, training: Training) -> None:
-        step, states, seconds, now = training.step, self.starts.states, training.seconds, time.perf_counter()
-        first, before, began = self.first = self.first or (step, seconds, now)
-        if step <= max(self.steps, default=0) and step % training.run.eval_every == 0:
-            self.zeros[step] = training.zeros(of_dense=True)
-        if step in self.steps and (self.recipe, step) not in states and len(states) < MOST_STARTS:
+        def keep(training: Training) -> None:
+            nonlocal first
+            step, seconds, now = training.step, training.seconds, time.perf_counter()
+            number, before, began = first = first or (step, seconds, now)
+            if step <= max(steps, default=0) and step % training.run.eval_every == 0:
+                zeros[step] = training.zeros(of_dense=True)
+            if step not in steps or (mine, step) in self.states or len(self.states) >= MOST_STARTS:
+                return
             wall = seconds
-            if step > first:  # as it would be without what only the first run of a process pays
+            if step > number:  # as it would be without what only the first run of a process pays
                 seconds, wall = (
-                    (end - start) / (step - first) * step for start, end in ((before, seconds), (began, now))
+                    (end - start) / (step - number) * step for start, end in ((before, seconds), (began, now))
                 )
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
-            lines = [line | self.zeros[line["step"]] if "eval" in line else line for line in lines]
-            states[self.recipe, step] = DenseStart(_in_main_memory(state), lines, wall)
+            lines = [line | zeros[line["step"]] if "eval" in line else line for line in lines]
+            self.states[mine, step] = DenseStart(_in_main_memory(state), lines, wall)
+
+        return keep
 
 
 def _in_main_memory(value: Any) -> Any:

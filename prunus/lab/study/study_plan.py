@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ...score import SCORES
-from ..run import DECAY, FIELDS, Run, check_field
+from ..run import DECAY, Run, check_field
 from ..schema import STUDY, check
-from .arms import CONTROLS, Arm, slug, with_controls
+from .arms import CONTROLS, Arm, slug, typed, with_controls
 
 FORMAT = "prunus-study-1"
 PRUNING = "sparsity schedule begin end every allocate eps exponent regrow regrow_by rate_power".split()
@@ -80,21 +80,19 @@ def data_digests(base: Run) -> dict[str, str]:
 
 
 def _digest_of(spec: str) -> str:
-    path, total = Path(spec), sha256()
+    if spec == "digits":
+        return spec
     if spec == "stdlib":
         from ..data.datasets import read_stdlib
 
-        for part in read_stdlib():
-            total.update(part.tobytes())
-    elif spec == "digits":
-        return spec
-    elif not path.exists():
+        return sha256(b"".join(part.tobytes() for part in read_stdlib())).hexdigest()[:16]
+    path, total = Path(spec), sha256()
+    if not path.exists():
         raise ValueError(f"{spec} is neither a file nor a folder; --data says where the data is")
-    for file in sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []:
-        if file.is_file():
-            with file.open("rb") as opened:
-                while block := opened.read(1 << 24):
-                    total.update(block)
+    for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 24):
+                total.update(block)
     return total.hexdigest()[:16]
 
 
@@ -217,12 +215,7 @@ class StudyPlan:
         arms, cells = [], []
         for arm in values["arms"]:
             name, where = arm["name"], f"arm {arm['name']}"
-            changes = {}
-            for field, value in arm["changes"].items():
-                if field not in FIELDS:
-                    raise ValueError(f"{where}: a run has no field {field!r}")
-                check_field(field, value, where)
-                changes[field] = tuple(value) if isinstance(value, list) else value
+            changes = {field: typed(field, value, where) for field, value in arm["changes"].items()}
             arms.append(Arm(name, changes, arm["against"]))
             for sparsity, seed in arm["cells"]:
                 check_field("sparsity", sparsity, where)
