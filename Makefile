@@ -1,5 +1,5 @@
-# make demo        a first look: about 3 minutes on 2 cores
-# make check       style, types and the quick tests: within 4 minutes on 2 cores
+# make demo        a first look: some minutes on 2 cores
+# make check       style, types and the quick tests: 4 to 8 minutes on 2 cores
 # make check-slow  the tests that kill, launch, browse or fuzz; CI runs check and check-slow
 # make pages       the pages, pictures and figures that are made from records and docstrings
 # make site        docs/ as a website in site/
@@ -59,7 +59,7 @@ torture: .venv/test
 	$(PYTHON) -m venv .venv
 
 .venv/base: .venv/bin/python pyproject.toml constraints.txt
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ".[hf]"
 	touch $@
 
 .venv/test: .venv/bin/python pyproject.toml constraints.txt
