@@ -1,8 +1,8 @@
 """AdamW with masks: a pruned weight stays zero because its gradient counts as zero inside the step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .masks import restore_bits
-from .ops import bits
+from .ops import bits, pieces
 from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
 P = ParamSpec("P")
@@ -24,8 +24,8 @@ class Spam:
     """Spike-aware momentum reset (Huang et al. 2025, https://arxiv.org/abs/2501.06842).
 
     Gradients with ``g^2 > theta v`` are clipped to ``sqrt(theta v)``. Every ``every`` steps the
-    moments and their step count start anew, and the learning rate rises again over ``warmup`` steps
-    by a cosine. A score that reads moments waits until ``hold`` steps after a reset.
+    moments and their step count are reset, and the learning rate warms up over ``warmup`` steps
+    along a cosine. Events whose score reads moments wait for ``hold`` steps after a reset.
     """
 
     theta: float = 5000.0
@@ -38,7 +38,7 @@ class Spam:
             raise ValueError(f"expected theta > 0, warmup >= 0 and 1 <= hold < every, got {self}")
 
     def lr_scale(self, num_steps: int) -> float:
-        """Factor on the learning rate of the step that follows ``num_steps`` others."""
+        """Factor on the learning rate of the step after the first ``num_steps``."""
         since = num_steps % self.every + 1
         if num_steps < self.every or since > self.warmup:
             return 1.0
@@ -74,7 +74,7 @@ def _explained(init: Callable[P, None]) -> Callable[P, None]:
         known = [*signature(init).parameters][2:]
         if unknown := next((name for name in options if name not in ("params", *known)), None):
             raise TypeError(
-                f"AdamWPrune has no option {unknown!r}, only {', '.join(known)}; how sparse is said to the Pruner: "
+                f"AdamWPrune has no option {unknown!r}, only {', '.join(known)}; pass the sparsity to the Pruner: "
                 "Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))"
             )
         init(*args, **options)
@@ -83,17 +83,16 @@ def _explained(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class AdamWPrune(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` whose step is masked by ``state[p]["mask"]``, packed bits that a Pruner puts there.
+    """``torch.optim.AdamW`` that masks its step by ``state[p]["mask"]``, packed bits that a Pruner puts there.
 
-    Without masks its trajectories equal those of ``AdamW(foreach=False)`` to the bit. ``max_norm``
-    clips the norm of all masked gradients together, inside the step, as ``clip_grad_norm_`` does
-    before it. Gradients are masked only inside the step: a ``GradScaler`` or your own clipping before
-    it also sees those of pruned weights.
-    ``moment_dtype`` keeps moments in another dtype than the weights', as float32 beside bfloat16. Of DTensors
-    each rank updates what it holds; only the norm for ``max_norm`` is summed over ranks.
+    Without masks it takes the steps of ``AdamW(foreach=False)``: on a CPU bit for bit, on a GPU up to rounding.
+    ``max_norm`` clips the norm of all masked gradients together inside the step, as ``clip_grad_norm_``
+    does before it. Gradients are masked only inside the step: a ``GradScaler``, or your own clipping,
+    still sees the gradients of pruned weights. ``moment_dtype`` stores moments in another dtype than the weights,
+    such as float32 beside bfloat16. With DTensors each rank updates its shard; only the norm is summed over ranks.
 
-    On a GPU the step is one kernel over all tensors; a CUDA graph of it stays valid when masks change,
-    since they change in place, as long as learning rates are tensors and there is no ``spam``.
+    On a GPU one kernel updates all tensors of a dtype. A CUDA graph of the step stays valid when masks change, which
+    they do in place, provided that learning rates are tensors and ``spam`` is off.
     """
 
     # called with the weight, gradient and learning rate of each update
@@ -181,27 +180,48 @@ class AdamWPrune(torch.optim.Optimizer):
         return loss
 
     def _update_plainly(self, given: list[Given]) -> None:
-        for _, parameter, grad in given:
-            mask = self._state_of(parameter).get("mask")
-            if mask is not None and parameter not in self.unmasked:
-                bits.zero_(local(grad), mask)
+        """Mask, clip, and update moments and weights, on a CPU piece by piece: each is in the cache for all of it."""
+        masks = {p: self._state_of(p).get("mask") for _, p, _ in given if p not in self.unmasked}
+        if self.max_norm is not None or self.watch:  # which read gradients before the update
+            for _, parameter, grad in given:
+                if (mask := masks.pop(parameter, None)) is not None:
+                    bits.zero_(local(grad), mask)
         factor, scale = self._clip_factor([parameter for _, parameter, _ in given]), self.lr_scale
+        operands = []
         for group, parameter, grad in given:
-            grad, state = local(grad), self.state[parameter]
-            grad = grad if factor is None else grad * factor.to(grad.device)
-            weight, moments = local(parameter), (local(state["exp_avg"]), local(state["exp_avg_sq"]))
-            if self.spam is not None:
-                grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
+            state = self._state_of(parameter)
             state["step"] += 1
             lr = float(group["lr"]) * scale
             lr_factor = self.lr_factors[parameter].item() if parameter in self.lr_factors else 1.0
-            for watch in self.watch:
-                watch(parameter, grad, lr_factor * lr)
             numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), lr_factor)
-            wide = weight.to(moments[0].dtype)  # the weight itself unless moments have another dtype
-            adamw_(wide, grad.to(wide.dtype), *moments, Update(lr, *numbers))
-            if wide is not weight:
-                weight.copy_(wide)
+            tensors = [local(t) for t in (parameter, grad, state["exp_avg"], state["exp_avg_sq"])]
+            for watch in self.watch:
+                watch(parameter, self._clipped(tensors[1], tensors[3], factor), lr_factor * lr)
+            operands.append(StepPart(tensors, masks.get(parameter), Update(lr, *numbers)))
+
+        def work(number: int, start: int, stop: int) -> None:
+            for piece in pieces.of(start, stop):
+                self._update_part(flat[number].part(piece), factor)
+
+        flat = [operand.flat() for operand in operands if operand.can_be_cut]
+        pieces.in_spans(work, [operand.tensors[0].numel() for operand in flat])
+        for operand in operands:
+            if not operand.can_be_cut:
+                self._update_part(operand, factor)
+
+    def _clipped(self, grad: Tensor, exp_avg_sq: Tensor, factor: Tensor | None) -> Tensor:
+        """What the update reads: the gradient times the factor of the norm, without spikes."""
+        grad = grad if factor is None else grad * factor.to(grad.device)
+        return grad if self.spam is None else spike_clipped(grad.to(exp_avg_sq.dtype), exp_avg_sq, self.spam.theta)
+
+    def _update_part(self, part: "StepPart", factor: Tensor | None) -> None:
+        weight, grad, exp_avg, exp_avg_sq = part.tensors
+        if part.mask is not None:
+            bits.zero_(grad, part.mask)
+        wide = weight.to(exp_avg.dtype)  # the weight itself unless moments have another dtype
+        adamw_(wide, self._clipped(grad, exp_avg_sq, factor).to(wide.dtype), exp_avg, exp_avg_sq, part.update)
+        if wide is not weight:
+            weight.copy_(wide)
 
     def _update_by_kernels(self, given: list[Given]) -> None:
         """Mask, clip, update moments and weights of all tensors in one launch; gradients are only read."""
@@ -254,14 +274,14 @@ class AdamWPrune(torch.optim.Optimizer):
                 own["step"] = own["step"].to(parameter.device, torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with masks it has moments from the start, since distributed loading fills only what exists."""
+        """As in torch; with masks it has moments before the first step, since distributed loading fills what exists."""
         if self.state and self.num_steps == 0:
             for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
                 self._state_of(parameter)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but moments in ``moment_dtype`` are not rounded to the weights' dtype."""
+        """As in torch, but does not round moments in ``moment_dtype`` to the weights' dtype."""
         super().load_state_dict(state_dict)
         if self.moment_dtype is None:
             return
@@ -317,6 +337,27 @@ class Update:
     weight_decay: float
     step: float
     lr_factor: float = 1.0  # factor on lr, but not on the decay
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What one update reads and writes, of a weight or of a run of its elements."""
+
+    tensors: Sequence[Tensor]  # weight, gradient and both moments
+    mask: Tensor | None
+    update: Update
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether masks, which count elements, and memory have the same order."""
+        return all(tensor.is_cpu and tensor.is_contiguous() for tensor in self.tensors)
+
+    def flat(self) -> "StepPart":
+        return replace(self, tensors=[tensor.detach().view(-1) for tensor in self.tensors])
+
+    def part(self, piece: slice) -> "StepPart":
+        mask = None if self.mask is None else self.mask[piece.start // 8 : -(-piece.stop // 8)]
+        return StepPart([tensor[piece] for tensor in self.tensors], mask, self.update)
 
 
 def adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, update: Update) -> None:

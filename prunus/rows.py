@@ -20,6 +20,7 @@ from .ops.shard import Shard, together
 from .threshold import kept, sums_of
 
 DIGIT = 4  # bits of a key that one round of counts settles
+FEW = 8  # elements of a row up to which it is cheaper to compare all pairs than to sort
 ROOM = 1 << 22  # elements of a weight over all ranks that are worked on at a time
 
 
@@ -180,6 +181,18 @@ def _smallest_of_whole(scores: Tensor, num_drop: int) -> Tensor:
     return drops
 
 
+def _smallest_of_few(scores: Tensor, num_drop: int) -> Tensor:
+    """The same for short rows on a CPU: each element is compared with each, all rows at once."""
+    columns = np.ascontiguousarray(scores.numpy().T)
+    ranks = np.zeros(columns.shape, np.uint8)
+    for last in range(1, len(columns)):
+        for first in range(last):  # which goes before the last where they are equal
+            is_before = columns[first] <= columns[last]
+            ranks[last] += is_before
+            ranks[first] += ~is_before
+    return torch.from_numpy(np.ascontiguousarray((ranks < num_drop).T))
+
+
 def _smallest_by_counts(rows: RowScores, num_drop: int) -> Tensor:
     if num_drop == 0:
         return torch.zeros_like(rows.scores, dtype=torch.bool)
@@ -222,7 +235,8 @@ def smallest_of_groups(source: Lazy, num_drop: int, group: int, is_shared: bool)
     """Where the ``num_drop`` smallest of each group of neighbours stand; groups that shards cut are put together."""
 
     def of_whole(scores: Tensor) -> Tensor:
-        return _smallest_of_whole(scores.reshape(-1, group), num_drop).view(scores.shape)
+        smallest = _smallest_of_few if scores.is_cpu and group <= FEW else _smallest_of_whole
+        return smallest(scores.reshape(-1, group), num_drop).view(scores.shape)
 
     if not is_shared:
         return lambda rows: of_whole(rows.scores)
