@@ -50,7 +50,7 @@ def allocate(
         stay = spread(density, sum(sizes) - target, [0] * len(room), room)
         counts = [size - num for size, num in zip(sizes, stay, strict=True)]
     elif how in ("fisher", "moments"):
-        raise ValueError(f"allocate={how!r} reads gradients of a trained model: it is for prune(), not for training")
+        raise ValueError(f"allocate={how!r} is for prune(), not for training; take uniform, depth, erk or a mapping")
     else:
         raise ValueError(f"allocate must be uniform, depth, erk or a mapping from patterns to sparsities, got {how!r}")
     return dict(zip(shapes, counts, strict=True))
@@ -66,8 +66,8 @@ def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: S
     ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
     if sum(ceiling) < total:
         raise ValueError(
-            f"a sparsity of {sparsity:g} cannot be reached where no layer may be sparser than {largest:g}; "
-            "take a lower one, or allocate='uniform'"
+            f"a sparsity of {sparsity:g} cannot be reached if no layer may be sparser than {largest:g}; take a lower "
+            "one, or allocate='uniform'"
         )
     return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
 
@@ -76,7 +76,7 @@ def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Seq
     """Whole numbers between ``floor`` and ``ceiling``, in proportion to ``wish``, that sum to ``total``."""
     ceiling = [high if w > 0 else low for w, low, high in zip(wish, floor, ceiling, strict=True)]
     if total > max(sum(floor), sum(ceiling)):
-        raise ValueError(f"{total} weights are to be dropped, but the layers that may lose any hold {sum(ceiling)}")
+        raise ValueError(f"cannot drop {total} weights: the layers that may lose some have only {sum(ceiling)}")
     return _summing_to(total, lambda x: [x * w for w in wish], floor, ceiling)
 
 

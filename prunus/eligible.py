@@ -95,10 +95,10 @@ def eligible(
     if not chosen.weights:
         why = "; ".join(f"{name}: {reason}" for name, reason in chosen.dense.items()) or "it has no weight matrix"
         others = _of_other_kind(model, chosen)
-        advice = f"; include={_globs(others)} takes them" if others else ""
+        advice = f"; include={_globs(others)} adds them" if others else ""
         if any(getattr(module, "is_packed", False) for module in model.modules()):
             advice = "; its layers are sparse: call unsparsify_(model) first"
-        raise ValueError(f"the model has no weight to prune ({why}){advice}")
+        raise ValueError(f"the model has no prunable weight ({why}){advice}")
     return chosen
 
 
@@ -109,9 +109,9 @@ def warn_if_much_stays_dense(model: nn.Module, chosen: Eligible) -> None:
     if num_dense > MUCH * (num_dense + num_pruned):
         globs = _globs(others)
         warnings.warn(
-            f"{num_dense / (num_dense + num_pruned):.0%} of the matrix weights stay dense, as no linear layer or "
-            f"convolution has them: {', '.join(globs)}; include={globs} prunes them too, and exclude= of the same "
-            "leaves them dense without this warning",
+            f"{num_dense / (num_dense + num_pruned):.0%} of the matrix weights stay dense, since they belong to no "
+            f"linear layer or convolution: {', '.join(globs)}; pass include={globs} to prune them too, or the same "
+            "exclude= to silence this warning",
             stacklevel=4,
         )
 
@@ -133,14 +133,15 @@ def _check_names(model: nn.Module, names: Mapping[str, str], options: Mapping[st
     fulls: dict[str, str] = {}
     for full, name in names.items():
         if (other := fulls.setdefault(name, full)) != full:
-            raise ValueError(f"{other} and {full} are both {name} without DDP's prefix; rename the attribute 'module'")
+            raise ValueError(f"{other} and {full} are both {name} without DDP's prefix 'module'; rename that attribute")
     for option, patterns in options.items():
         check_patterns(patterns, names.values())
         for pattern in patterns if option != "exclude" else ():
             matched = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
             if all(p.ndim < 2 for p in matched.values()):
                 raise ValueError(
-                    f"{option} {pattern!r} matches only {', '.join(matched)}; a weight has two or more dimensions"
+                    f"{option} {pattern!r} matches only {', '.join(matched)}; prunable weights have two or more "
+                    "dimensions"
                 )
 
 
@@ -154,7 +155,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
-            raise ValueError(f"the pattern {pattern!r} matches no parameter; the first of them is {names[0]!r}")
+            raise ValueError(f"the pattern {pattern!r} matches no parameter; the first parameter is {names[0]!r}")
 
 
 def prunable_kind(module: nn.Module, name: str) -> bool:

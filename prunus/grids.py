@@ -26,7 +26,9 @@ def put_on_grid_(module: nn.Module, key: str, on_grid: OnGrid) -> None:
     scales = on_grid.scales.to(None if parameter.is_meta else parameter.device, torch.bfloat16)
     if scales.shape != on_grid.grid.scales_shape(parameter.shape):
         wanted = on_grid.grid.scales_shape(parameter.shape)
-        raise ValueError(f"a weight of {tuple(parameter.shape)} needs scales of {wanted}, got {tuple(scales.shape)}")
+        raise ValueError(
+            f"a weight of shape {tuple(parameter.shape)} needs scales of shape {wanted}, got {tuple(scales.shape)}"
+        )
     module.register_buffer(f"{key}_scales", scales, persistent=False)
     setattr(module, f"{key}_grid", on_grid.grid)
 
@@ -59,6 +61,6 @@ def check_on_grid(name: str, weight: Tensor, on_grid: OnGrid) -> None:
     off = ~on_grid.grid.holds(weight, on_grid.scales)
     if count := int(off.sum()):
         raise ValueError(
-            f"{name} has {count:,} weights that are not on its grid of {on_grid.grid.bits} bits: the model was "
-            "trained, cast or changed after it was quantised; call quantize(model, batches) again"
+            f"{name} has {count:,} weights off its {on_grid.grid.bits}-bit grid: the model was trained, cast or "
+            "changed after quantisation; call quantize(model, batches) again"
         )

@@ -114,7 +114,10 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-        what = f"the score reads input_norm, but none of all inputs was collected for {', '.join(missing)}; exclude it"
+        what = (
+            f"the score reads input_norm, but it was not collected over all inputs of {', '.join(missing)}; exclude "
+            "them"
+        )
         error = ValueError(what) if missing else None
         if not self.ranks:
             if error is not None:
@@ -150,8 +153,8 @@ def check_inputs(weights: Sequence[Weight]) -> None:
             odd.append(f"{weight.name} belongs to {type(module).__name__}")
     if odd:
         raise ValueError(
-            f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}; "
-            "leave out what is none, or take a score that reads no inputs: magnitude"
+            f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}; exclude those "
+            "weights, or take a score that reads no inputs: magnitude"
         )
 
 

@@ -109,8 +109,8 @@ class Masking(ABC):
         """Refuse a graph of a step that would leave out masks which come later, or never mask gradients."""
         if masks_change and any(name not in self.store.bits for name in self.store.weights):
             raise ValueError(
-                "a graph of this step would not hold the masks, since there are none yet; "
-                "capture it after the first event, or use AdamWPrune"
+                "a graph of this step would miss the masks, which do not exist yet; capture it after the first event, "
+                "or use AdamWPrune"
             )
         if self.progress.is_regrowing:
             raise ValueError(
@@ -206,8 +206,8 @@ def check_state(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> No
             if not is_plain or not value.is_floating_point():
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key} of {name} as {value.dtype if is_plain else type(value)}, "
-                    "which cannot be zeroed where weights are pruned: it must be a plain floating-point tensor; "
-                    "use AdamW, AdamWPrune or another optimizer without quantized state"
+                    "which cannot be zeroed where weights are pruned; use AdamW, AdamWPrune or another optimizer with "
+                    "plain floating-point state"
                 )
 
 

@@ -91,8 +91,8 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     odd = [rank for rank, number in enumerate(whose) if whose.count(number) == 1]
     where = f" (rank {', '.join(map(str, odd))})" if 0 < len(odd) < len(whose) else ""
     raise ValueError(
-        f"ranks that hold copies of the weights found different masks{where}: their weights or optimizer states "
-        "have drifted apart, or they train different models: then pass group= the ranks that train one; "
+        f"ranks with copies of the same weights found different masks{where}: their weights or optimizer states have "
+        "drifted apart, or they train different models; in that case pass group=, the ranks that train one model; "
         "nothing was pruned"
     )
 
@@ -111,7 +111,8 @@ def packed_masks(
     for name, mask in masks.items():
         if name not in weights:
             raise ValueError(
-                f"there is a mask for {name!r}, which is no prunable weight; those are: {', '.join(weights)}"
+                f"there is a mask for {name!r}, which is not a prunable weight; prunable weights are: "
+                f"{', '.join(weights)}"
             )
         if mask.shape != weights[name].shape:
             raise ValueError(
@@ -130,7 +131,7 @@ def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = No
     if isinstance(value, Tensor) and value.shape == weight.shape:
         block = local_block(value, weight, shard).to(weight.device)
         if not ((block == 0) | (block == 1)).all():
-            raise ValueError(f"the saved mask of {name} has other values than 0 and 1")
+            raise ValueError(f"the saved mask of {name} has values other than 0 and 1")
         return bits.pack(block != 0)
     if isinstance(value, Tensor) and not is_dtensor(value):
         packed = value.to(device=weight.device, dtype=torch.uint8)
@@ -138,7 +139,7 @@ def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = No
             return bits.pack(shard.of(bits.unpack(packed, shard.global_shape)))
         if value.shape == (bits.num_bytes(math.prod(shard.shape) if shard else weight.numel()),):
             return packed
-    raise ValueError(f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; was the model changed?")
+    raise ValueError(f"the saved mask of {name} does not fit its shape {tuple(weight.shape)}; has the model changed?")
 
 
 class MaskStore:
@@ -291,9 +292,9 @@ def load_masks(state: Mapping[str, Any], store: MaskStore, movement: Collection[
         raise ValueError(f"this is not a Pruner's state: it lacks {', '.join(wrong)}")
     for kind in ("masks", "movement"):
         if unknown := set(state[kind]) - set(weights):
-            raise ValueError(f"the state has {kind} of {min(unknown)}, which is no prunable weight of this model")
+            raise ValueError(f"the state has {kind} of {min(unknown)}, which is not a prunable weight of this model")
     if set(state["movement"]) != set(movement):
-        raise ValueError("the state was saved with another score: one of the two is movement, which keeps sums")
+        raise ValueError("the state was saved with another score: one of the two has movement sums, the other does not")
     for name, sums in state["movement"].items():
         if not isinstance(sums, Tensor) or sums.shape != weights[name].shape:
             raise ValueError(f"the state's movement of {name} does not fit its shape {tuple(weights[name].shape)}")

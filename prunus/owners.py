@@ -27,8 +27,8 @@ def claim(owner: MaskStore, remove: Callable[[], None]) -> None:
     """
     for other, name in _owned(owner.weights.values(), by=lambda _: True):
         warnings.warn(
-            f"{name} had a Pruner over another {type(other.optimizer).__name__}, which is removed now: step the "
-            "optimizer of the new Pruner only, since steps of the old one are refused",
+            f"{name} had a Pruner over another {type(other.optimizer).__name__}, which is now removed: step only the "
+            "new Pruner's optimizer; steps of the old one raise an error",
             stacklevel=4,  # the line that makes the Pruner
         )
         if remove_other := _OWNERS[other]():
@@ -57,8 +57,8 @@ def check_free(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Non
 
     if owned := _owned(weights.values(), step_together):
         raise ValueError(
-            f"{owned[0][1]} is pruned by another Pruner already; call .remove() on the first, or leave its weights out "
-            "by exclude="
+            f"{owned[0][1]} is already pruned by another Pruner; call .remove() on the first, or leave its weights out "
+            "with exclude="
         )
 
 
@@ -76,8 +76,8 @@ def check_owner(optimizer: Optimizer, *_: object) -> None:
 
     if owned := _owned(parameters, is_alone):
         raise ValueError(
-            f"{owned[0][1]} belongs to a Pruner of another optimizer, and steps of this {type(optimizer).__name__} "
-            "would fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
+            f"{owned[0][1]} belongs to another optimizer's Pruner, and steps of this {type(optimizer).__name__} would "
+            "fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
             "masks='zeros' to keep the zeros"
         )
     if all(stepping is optimizer for stepping in _stepping()):  # else it may step alone later

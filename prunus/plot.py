@@ -29,9 +29,9 @@ def check_picture(path: Path) -> None:
     """ValueError unless a chart can be written to ``path``."""
     check_matplotlib()
     if path.suffix.lower() not in (".svg", ".png"):
-        raise ValueError(f"a chart is written as .svg or .png, got {path}")
+        raise ValueError(f"a chart must end in .svg or .png, got {path}")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: it is a folder, or its folder is not there")
+        raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist")
 
 
 def layers_chart(layers: Sequence[Mapping[str, Any]]) -> Figure:

@@ -40,12 +40,12 @@ from .validation import (
     explained,
 )
 
-LATER = "if none does until the first event, that is refused: exclude them, or pass no_gradient='dense'"
+LATER = "if no gradient comes before the first event, the event raises: exclude them, or pass no_gradient='dense'"
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an event did, as given to ``on_event``."""
+    """What one pruning event did; ``on_event`` is called with it."""
 
     step: int
     sparsity: float  # of the schedule
@@ -57,35 +57,36 @@ class Event:
 
 
 class Pruner:
-    """Holds the masks of a model in training; the optimizer's own step drives it.
+    """Prunes a model while it trains: holds the masks; the optimizer's own step drives it.
 
-    At an event: score -> select -> mask -> apply. Between events only gradients are masked, so that pruned weights
-    stay zero through decay, momentum and clipping; ``AdamWPrune`` does this in its own step. With optimizers that mix
-    the elements of a weight (Muon, LBFGS) and with those that are not torch's, pruned weights are zeroed again after
-    each step. Optimizer state of a weight's shape must be plain floating-point tensors, not 8-bit codes.
+    At an event: score -> select -> mask -> apply. Between events only gradients are masked, which keeps pruned weights
+    at zero through decay, momentum and clipping; ``AdamWPrune`` masks them inside its step. Optimizers that mix the
+    elements of a weight (Muon, LBFGS), or come from outside torch, also have pruned weights zeroed after each step.
+    Optimizer state of a weight's shape must be plain floating-point tensors, not 8-bit codes.
 
-    ``score`` is a name of SCORES or a function that reads what its arguments name (``weight``, ``grad``,
-    ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are boolean masks by name to begin with, or
-    ``"zeros"`` for the zeros that the weights have; without ``schedule`` they do not change. ``every`` is the number
-    of steps from one event to the next; by default a ramp has about 20 events. ``rate`` gives pruned weights larger
-    steps, by their density. ``regrow`` lets pruned weights come back until the ramp ends. ``include`` adds to the
-    weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins: globs over names.
+    ``score`` is a name in SCORES, or a function whose argument names say what it reads (``weight``, ``grad``,
+    ``exp_avg``, ``exp_avg_sq``, ``step``, ...). ``masks`` are the boolean masks to start from, by name, or ``"zeros"``
+    for the zeros in the weights; without ``schedule`` they never change. ``every`` is the number of steps between
+    events; by default a ramp has about 20 events. ``rate`` raises the learning rates of weight matrices as they lose
+    density. ``regrow`` lets pruned weights come back until the ramp ends. Globs over names: ``include`` adds to the
+    weights that are pruned by default, ``only`` restricts them, and ``exclude`` wins.
 
-    Weights loaded without the pruner's state may not be zero where the masks prune. The next step after the model's
-    ``load_state_dict``, and every event, zeroes them again with one warning, or, with ``reloaded="raise"``, raises a
-    ValueError. All ranks must load sharded weights then: noticing that one rank loaded alone would need communication
-    at every step. If the optimizer has trained before, zeros that no mask has are refused at the first step, and after
-    an optimizer's state was loaded without masks; ``masks={}`` fills them. A step warns of a state that was forgotten.
+    Weights loaded without the pruner's state may be non-zero where the masks prune. The next step after the model's
+    ``load_state_dict``, and every event, zeroes them again and warns once; with ``reloaded="raise"`` it raises a
+    ValueError, and all ranks must load sharded weights: noticing that only one did would need communication at every
+    step. If the optimizer has trained before and more than 5 % of the weights are zeros outside the masks, the first
+    step raises, as does the step after an optimizer's state was loaded without masks; ``masks={}`` lets them fill.
+    A step warns if part of the saved state was not loaded.
 
-    A weight has one Pruner at a time, and only its optimizer may step it; ``remove`` lets others. A Pruner over another
-    optimizer takes the weights over, with a warning, as when a cell of a notebook runs again.
+    A weight belongs to one Pruner at a time, and only that Pruner's optimizer may step it, until ``remove``. A Pruner
+    over another optimizer takes the weights over with a warning, for example when a notebook cell runs again.
 
     A weight that no gradient has reached, such as an unused pooler, cannot be ranked by gradients or moments. The first
-    step warns of it. At the first event it is refused, or stays dense if ``no_gradient`` is ``"dense"``.
+    step warns about it. The first event raises, or leaves it dense with ``no_gradient="dense"``.
 
-    Over ranks the masks are those that one process would find. Make it after DDP or ``fully_shard``, on every rank.
-    Events are collective then, and for DTensors so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
-    ``state_dict`` and ``load_state_dict``. ``group`` names the ranks that train this model, if not all do.
+    On several ranks the masks equal those of one process. Create the Pruner after DDP or ``fully_shard``, on every
+    rank. Events are then collective; with DTensors, so are ``sparsity``, ``report``, ``digest``, ``full_masks``,
+    ``state_dict`` and ``load_state_dict``. ``group`` is the group of ranks that train this model, if not all do.
     """
 
     @explained
@@ -115,8 +116,8 @@ class Pruner:
         optimizer = unwrapped(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
             raise ValueError(
-                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); "
-                f"got {type(model).__name__} and {type(optimizer).__name__}"
+                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); got "
+                f"{type(model).__name__} and {type(optimizer).__name__}"
             )
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
@@ -178,12 +179,12 @@ class Pruner:
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles: no optimizer would drive them."""
-        what = "save its state_dict(), or make one for copies of the model and of the optimizer, which has the masks"
+        what = "save its state_dict(), or make a new one for copies of the model and optimizer, which hold the masks"
         raise TypeError(f"a Pruner cannot be copied or pickled, since it is attached to its optimizer; {what}")
 
     @property
     def step(self) -> int:
-        """Steps of the optimizer so far; set it if you replay a graph of the step."""
+        """Optimizer steps so far; set it yourself if you replay a CUDA graph of the step."""
         return self._progress.step
 
     @step.setter
@@ -203,11 +204,11 @@ class Pruner:
 
     @property
     def sparsity(self) -> float:
-        """Fraction of zeros in the prunable weights, counted."""
+        """Fraction of zeros in the prunable weights, counted from their values."""
         return self.report().sparsity
 
     def report(self) -> SparsityReport:
-        """Sparsity of every weight matrix, from its zeros, the reason where it stays dense, and how far the ramp is."""
+        """Sparsity of every weight matrix, counted from its zeros, why some stay dense, and progress of the ramp."""
         check_parameters(self.model, self._weights)
         lr_factors, progress = self._lr_factors.factors if self._lr_factors else {}, None
         if isinstance(self.schedule, Schedule):
@@ -215,23 +216,23 @@ class Pruner:
         return report(self.model, self._eligible, self._holders, lr_factors, progress)
 
     def digest(self) -> str:
-        """Hex string that is equal for equal masks, over any number of ranks."""
+        """Hex string that depends on the masks alone, not on the number of ranks."""
         return digest(self.masks, self._shards)
 
     def mask_gradients(self) -> None:
-        """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, where they are masked late."""
+        """Mask all gradients now. Call it before clipping under FSDP2's CPU offload, which masks only at the step."""
         self._masking.mask_gradients()
 
     @torch.no_grad()
     def apply_to(self, model: nn.Module) -> None:
-        """Zero in a copy of the model what the masks prune: an average of its weights has no zeros of its own.
+        """Zero what the masks prune in a copy of the model, such as an average of its weights over steps.
 
             averaged = torch.optim.swa_utils.AveragedModel(model)
             ...  # train, and averaged.update_parameters(model)
             pruner.apply_to(averaged)  # before it is evaluated or saved
 
-        The copy may be wrapped, cast, on another device or sharded in another way; if one of the two is
-        sharded this is collective. All prunable weights are found by name, and must have their shapes.
+        The copy may be wrapped, cast, on another device or sharded differently; if either is sharded, the call
+        is collective. The copy needs every prunable weight under its name and in its shape.
         """
         weights = copied_weights(model, self._weights)
         for name, weight in weights.items():
@@ -242,10 +243,10 @@ class Pruner:
 
     @torch.no_grad()
     def update(self) -> None:
-        """One event: find the masks anew at the schedule's sparsity for this step, and apply them.
+        """Run one event: find new masks at the schedule's sparsity for this step, and apply them.
 
-        The optimizer's own step calls it. If you replay a CUDA graph of the step, count ``pruner.step`` yourself and
-        call it when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
+        ``optimizer.step()`` calls it. If you replay a CUDA graph of the step, increase ``pruner.step`` yourself and
+        call this when ``pruner.schedule.is_event(pruner.step, pruner.every)``; the graph stays valid.
         """
         sparsity = self.schedule(self.step) if self.schedule else 0.0
         if self._inputs:
@@ -284,7 +285,7 @@ class Pruner:
             self.on_event(Event(self._progress.step, sparsity, seconds, newly_pruned, regrown, num_bytes, lr_factors))
 
     def remove(self) -> None:
-        """Take the hooks off; the weights keep their zeros until the optimizer moves them."""
+        """Remove the hooks; the weights keep their zeros until an optimizer changes them."""
         for handle in self._handles:
             handle.remove()
         self._guard.detach()
@@ -301,12 +302,13 @@ class Pruner:
     def state_dict(self, *, unpacked: bool | None = None) -> dict[str, Any]:
         """Step, masks and movement sums: tensors and numbers only.
 
-        Masks are packed bits. With ``unpacked``, the default for DTensors, every weight has one, as zeros and ones
-        in its shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
+        Masks are packed bits. With ``unpacked``, the default for DTensors, every weight has a mask of zeros and ones
+        in its own shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
         """
         if unpacked is False and self._shards:
             raise ValueError(
-                "packed bits of DTensors would not say which part of a weight is theirs; unpacked=True does"
+                "masks of DTensors cannot be packed, since the bits do not say which shard they belong to; pass "
+                "unpacked=True"
             )
         if unpacked is None:
             unpacked = any(map(is_dtensor, self._weights.values()))
@@ -322,9 +324,9 @@ class Pruner:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; what its masks prune is zeroed in weights and optimizer state.
+        """Continue from ``state_dict()``: take over its masks, and zero what they prune in weights and optimizer state.
 
-        If the schedule has ended and asks for more than they prune, the next step makes an event.
+        If the schedule has ended at a higher sparsity than these masks have, the next step is an event.
         """
         sums = self._movement.sums if self._movement else {}
         masks = together(self._holders, lambda: load_masks(state, self._store, sums))

@@ -157,7 +157,7 @@ def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -
             if len(meshes) > 1:
                 raise ValueError(
                     f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}, others on {meshes[0]}; "
-                    "leave it out by exclude=, or shard all over the same mesh"
+                    "leave it out with exclude=, or use the same mesh for all"
                 )
     if meshes:
         [mesh] = meshes
@@ -203,7 +203,7 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
     strided = [axis for axis, placement in enumerate(placements) if _is_strided(placement)]
     if len({placements[axis].dim for axis in strided}) < len(strided):
         raise ValueError(
-            f"{name} is sharded as {placements}, twice with a stride along one dimension; leave it out by exclude="
+            f"{name} is sharded as {placements}, with two strided shards of one dimension; leave it out with exclude="
         )
     # FSDP2 over tensor parallelism shards a dimension that is sharded already, and calls it strided: last
     for axis in [axis for axis in range(mesh.ndim) if axis not in strided] + strided:
@@ -216,7 +216,7 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
             offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
         else:
             raise ValueError(
-                f"{name} is placed as {placements}, but a weight is sharded or replicated; redistribute it"
+                f"{name} is placed as {placements}, but a weight must be sharded or replicated; redistribute it"
             )
     if (here := tuple(local(tensor).shape)) != tuple(shape):
         raise ValueError(f"{name}, placed as {placements}, should be {tuple(shape)} on this rank, but is {here}")

@@ -32,11 +32,10 @@ BY_GROUP = {"Adam", "NAdam", "RAdam"}  # as the group's decoupled_weight_decay s
 
 @dataclass(frozen=True)
 class Rate:
-    """Factor on the learning rate of a pruned weight of density d: ``max(d, floor)^(-power)``.
+    """Multiplies the learning rate of a weight matrix of density d by ``max(d, floor)^(-power)``.
 
-    Decoupled weight decay keeps the rate without the factor. ``power=0`` changes nothing. Power 1, that of the rule for
-    sparse layers (https://arxiv.org/abs/2405.15743), did best or as well as any on the models
-    of docs/evidence/results.md.
+    Decoupled weight decay keeps the rate without this factor. ``power=0`` changes nothing. Power 1, the rule for
+    sparse layers of https://arxiv.org/abs/2405.15743, did best or as well as any in docs/evidence/results.md.
     """
 
     power: float = 1.0
@@ -44,9 +43,12 @@ class Rate:
 
     def __post_init__(self) -> None:
         if not isinstance(self.power, int | float) or not 0 <= self.power <= 2:
-            raise ValueError(f"power must lie in [0, 2], got {self.power!r}; 0 leaves rates alone, 1 is 1/density")
+            raise ValueError(
+                f"power must lie in [0, 2], got {self.power!r}; 0 leaves learning rates alone, 1 divides them by the "
+                "density"
+            )
         if not 0 < self.floor <= 1:
-            raise ValueError(f"floor is the least density that counts, in (0, 1], got {self.floor}")
+            raise ValueError(f"floor, the lowest density that counts, must lie in (0, 1], got {self.floor}")
 
     def __call__(self, density: float) -> float:
         return max(density, self.floor) ** -self.power
@@ -60,12 +62,13 @@ def parameter_groups(
     exclude: str | Sequence[str] = (),
     only: str | Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: each prunable weight alone, other matrices together, norms and biases without decay.
+    """Parameter groups for an optimizer: one for each prunable weight, one for other matrices, one for the rest.
 
-    Needed for ``Pruner(..., rate=Rate())`` with optimizers that are not torch's; the usual decay in any case.
+    The rest, norms and biases, gets no weight decay. ``Pruner(..., rate=Rate())`` needs these groups with optimizers
+    other than torch's and ``AdamWPrune``.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"parameter_groups takes the model itself, got {type(model).__name__}")
+        raise ValueError(f"parameter_groups takes the model, got {type(model).__name__}")
     alone = [weight.parameter for weight in eligible(model, include, exclude, only).weights]
     taken = {id(p) for p in alone}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -120,10 +123,9 @@ class GroupLrFactors:
                 is_decoupled(optimizer, group)
             if names and others and not is_torchs:
                 raise ValueError(
-                    f"rate= needs every prunable weight in a parameter group of its own, but {names[0]} shares one "
-                    f"with {others} more; make the optimizer as "
-                    f"{name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or use AdamWPrune "
-                    "(a Trainer takes either as optimizers=(optimizer, None))"
+                    f"rate= needs every prunable weight in its own parameter group, but {names[0]} shares one with "
+                    f"{others} more; use {name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or "
+                    "AdamWPrune (a Trainer takes either as optimizers=(optimizer, None))"
                 )
         self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
         self._before: dict[str, Any] = {}  # the copy's attributes as they were
@@ -152,7 +154,8 @@ class GroupLrFactors:
             return None
         if is_capturing():
             raise ValueError(
-                "a graph of this step would keep the rates of today's densities; use AdamWPrune with rate="
+                "a graph of this step would freeze the learning rates at the current densities; use AdamWPrune with "
+                "rate="
             )
         self._source, self._stepping = args[0], object.__new__(type(optimizer))
         self._before = {**vars(self._source)}
@@ -205,8 +208,8 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     if kinds & COUPLED or not group.get("weight_decay"):
         return False
     raise ValueError(
-        f"rate= must leave weight decay as it is, but how {type(optimizer).__name__} decays is not known here; "
-        "give its pruned weights weight_decay=0, or use AdamWPrune or torch.optim.AdamW"
+        f"rate= must not change weight decay, but it is unknown how {type(optimizer).__name__} decays; set "
+        "weight_decay=0 for the pruned weights, or use AdamWPrune or torch.optim.AdamW"
     )
 
 

@@ -28,18 +28,18 @@ By = Literal["snr", "momentum", "gradient"]
 
 @dataclass(frozen=True)
 class Regrow:
-    """How many weights come back at an event, and which: those with the largest ``by`` among the pruned.
+    """How many pruned weights come back at an event, and which: those with the largest ``by``.
 
-    ``"snr"`` is ``|m| / (sqrt(v) + eps)``, ``"momentum"`` ``|m|`` (SGD's buffer too), ``"gradient"`` ``|g|`` at the
-    event's step. Until the ramp ends, gradient clipping sees the gradients of pruned weights as well.
+    ``"snr"`` is ``|m| / (sqrt(v) + eps)``, ``"momentum"`` is ``|m|`` (or SGD's buffer) and ``"gradient"`` is ``|g|`` at
+    that step. Until the ramp ends, gradient clipping also sees the gradients of pruned weights.
     """
 
-    fraction: float = 0.1  # of the live weights, at the ramp's begin
+    fraction: float = 0.1  # of the live weights, when the ramp begins
     by: By = "snr"
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
-            raise ValueError(f"the fraction that comes back must lie in (0, 1), got {self.fraction}")
+            raise ValueError(f"fraction, the share that comes back, must lie in (0, 1), got {self.fraction}")
         if self.by not in get_args(By):
             raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {self.by!r}")
 
@@ -48,40 +48,38 @@ class Regrow:
         return REGROWTH[self.by].reads
 
     def share(self, schedule: Schedule | None, step: int) -> float:
-        """``fraction (1 + cos(pi p)) / 2``, p the progress of the ramp: exactly 0 from its end on."""
+        """``fraction (1 + cos(pi p)) / 2`` with p the progress of the ramp; exactly 0 once it has ended."""
         if not isinstance(schedule, Ramp):
             return 0.0
         progress = (step - schedule.begin) / (schedule.end - schedule.begin)
         return self.fraction * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
     def check(self, schedule: Schedule | None, select: Selector, is_sharded: bool = False) -> None:
-        """Refuse a schedule, a selector or shards that regrowth does not work with."""
+        """Refuse a schedule, a selector or shards that regrowth does not support."""
         if not isinstance(schedule, Ramp) or not schedule.final:
-            raise ValueError(
-                f"regrowth ends with its ramp: pass schedule=Ramp(...) to a sparsity above 0, not {schedule}"
-            )
+            raise ValueError(f"regrow needs schedule=Ramp(...) to a sparsity above 0, got {schedule}")
         if select.group == "neighbours":
-            raise ValueError(f"regrowth goes with Global, PerLayer and PerRow, not with {select}")
+            raise ValueError(f"regrow works with Global, PerLayer and PerRow, not with {select}")
         if select.group == "row" and is_sharded:
-            raise ValueError("regrowth by rows needs whole weights; over shards it goes with Global and PerLayer")
+            raise ValueError("regrow by rows needs whole weights; with shards, use Global or PerLayer")
 
     def check_moments(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that does not keep what pruned weights are ranked by."""
+        """Refuse an optimizer that does not keep the state that ``by`` reads."""
         if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return  # nothing has been stepped yet
         keys = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
         needed = set(self.reads) - {"grad"}
         if not needed <= keys and not (self.by == "momentum" and "momentum_buffer" in keys):
             raise ValueError(
-                f"regrowth by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
-                f"{', '.join(sorted(keys - {'mask', 'step'})) or 'nothing'}; "
-                "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
+                f"regrow by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
+                f"{', '.join(sorted(keys - {'mask', 'step'})) or 'nothing'}; use AdamW, Adam, NAdam or AdamWPrune, or "
+                "by='gradient'"
             )
 
     def sources(
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
     ) -> list[Lazy]:
-        """Lazy scores by which pruned weights are ranked; ``shards`` are this rank's."""
+        """Lazy scores that rank the pruned weights; ``shards`` are this rank's."""
         buffers: dict[str, Any] = {w.name: optimizer.state.get(w.parameter, {}).get("momentum_buffer") for w in weights}
         more: dict[str, dict[str, Tensor]] = {}
         if self.by == "momentum" and any(buffer is not None for buffer in buffers.values()):

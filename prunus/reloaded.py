@@ -99,19 +99,19 @@ class ReloadGuard:
         if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
             raise ValueError(
                 f"{share:.0%} of the weights are zero but in no mask, so this step would fill them; to continue a run, "
-                "load the pruner's state too, by pruner.load_state_dict; else make the Pruner after loading, with "
-                "masks='zeros' to keep the zeros or masks={} to fill them"
+                "also call pruner.load_state_dict; otherwise make the Pruner after loading, with masks='zeros' to keep "
+                "the zeros or masks={} to fill them"
             )
         if share > FEW:
             warnings.warn(
-                f"{share:.0%} of the weights are zero already, and the first step fills them: "
-                "Pruner(..., masks='zeros') keeps them zero",
+                f"{share:.0%} of the weights are zero already, and the first step fills them; Pruner(..., "
+                "masks='zeros') keeps them zero",
                 stacklevel=2,
             )
         if "masks" in self._loaded and self.masking.progress.step == 0:
             warnings.warn(
-                "the masks came with the optimizer's state, but the schedule begins at step 0: to continue a run, load "
-                "the pruner's state too, by pruner.load_state_dict",
+                "the masks came with the optimizer's state, but the schedule starts at step 0; to continue a run, also "
+                "call pruner.load_state_dict",
                 stacklevel=2,
             )
         return share <= FEW
@@ -123,14 +123,14 @@ class ReloadGuard:
         is_trained = "optimizer" in self._loaded or has_trained(self.store.weights, optimizer)
         if self._is_first and self._zeroed and is_trained and "model" not in self._loaded:
             warnings.warn(
-                f"the pruner goes on from step {step}, but {self._zeroed} was not zero where its masks prune, as in a "
-                "model that was not loaded: to continue a run, load the model too, by model.load_state_dict",
+                f"the pruner continues from step {step}, but {self._zeroed} was not zero where its masks prune; to "
+                "continue a run, also call model.load_state_dict",
                 stacklevel=2,
             )
         if step and keeps_state and not is_trained:
             warnings.warn(
-                f"the pruner goes on from step {step}, but the optimizer begins without its state: to continue a run, "
-                "load that too, by optimizer.load_state_dict",
+                f"the pruner continues from step {step}, but the optimizer has no state; to continue a run, also call "
+                "optimizer.load_state_dict",
                 stacklevel=2,
             )
 
@@ -140,9 +140,9 @@ class ReloadGuard:
             return True
         what = f"{sum(not_zero.values())} weights that the masks prune are not zero, first in {next(iter(not_zero))}"
         if self.action == "raise":
-            raise ValueError(f"{what}; load the pruner's state after the weights, by pruner.load_state_dict")
+            raise ValueError(f"{what}; call pruner.load_state_dict after loading the weights")
         if not self._has_warned:
-            advice = "after weights load the pruner's state too, or pass reloaded='raise'"
+            advice = "call pruner.load_state_dict after loading weights, or pass reloaded='raise'"
             warnings.warn(f"{what}; they are zeroed again: {advice}", stacklevel=2)
         self._has_warned = True
         return False

@@ -40,7 +40,8 @@ class _Steps:
             return round(step * num_steps)
         elif step > num_steps:
             raise ValueError(
-                f"{self} goes beyond the run, which has {num_steps} steps: it would end before its sparsity"
+                f"{self} goes beyond the run's {num_steps} steps, so it would not reach its sparsity; take earlier "
+                "steps"
             )
         return int(step)
 
@@ -48,8 +49,7 @@ class _Steps:
         """Refuse fractions: taken for steps, they would leave the model dense in silence."""
         if any(isinstance(getattr(self, name), float) for name in self.STEPS):
             raise ValueError(
-                f"{self} has fractions of a run whose length is not known here; "
-                "schedule.over(num_steps) turns them into steps"
+                f"{self} has fractions of a run of unknown length; schedule.over(num_steps) turns them into steps"
             )
 
 
@@ -59,8 +59,8 @@ class Ramp(_Steps):
 
         s(t) = final * shape(p),   p = clip((t - begin) / (end - begin), 0, 1)
 
-    ``zhu_gupta`` is fast while weights are redundant and slow near the end
-    (2017, https://arxiv.org/abs/1710.01878); ``cubic`` is the other way round.
+    ``zhu_gupta`` climbs fast while weights are redundant, then slowly
+    (2017, https://arxiv.org/abs/1710.01878); ``cubic`` does the reverse.
     """
 
     final: float
@@ -83,12 +83,12 @@ class Ramp(_Steps):
 
     @property
     def period(self) -> int:
-        """Default number of steps from one event to the next."""
+        """Default number of steps between events."""
         self._check_resolved()
         return max(1, round((self.end - self.begin) / NUM_EVENTS))
 
     def is_event(self, step: int, every: int | None = None) -> bool:
-        """Every ``every`` steps from ``begin`` on, by default every ``period``, and once at ``end``."""
+        """True every ``every`` steps from ``begin`` on (default ``period``), and at ``end``."""
         self._check_resolved()
         every = self.period if every is None else every
         return self.begin <= step <= self.end and ((step - self.begin) % every == 0 or step == self.end)
@@ -96,7 +96,7 @@ class Ramp(_Steps):
 
 @dataclass(frozen=True)
 class OneShot(_Steps):
-    """``final`` from step ``at`` on, reached in one event."""
+    """Sparsity ``final`` from step ``at`` on, reached in one event."""
 
     final: float
     at: int | float
@@ -112,13 +112,13 @@ class OneShot(_Steps):
         return self.final if step >= self.at else 0.0
 
     def is_event(self, step: int, every: int | None = None) -> bool:
-        """Once."""
+        """True once: at ``at``, or at step 1 if ``at`` is 0."""
         return step == self.end
 
 
 @dataclass(frozen=True)
 class Constant(_Steps):
-    """``final`` from the first step on, reached in one event."""
+    """Sparsity ``final`` from the first step on, reached in one event."""
 
     final: float
     end: ClassVar[int] = 1
@@ -127,7 +127,7 @@ class Constant(_Steps):
         return self.final
 
     def is_event(self, step: int, every: int | None = None) -> bool:
-        """Once, at the first step."""
+        """True at the first step only."""
         return step == 1
 
 
@@ -148,12 +148,12 @@ def progress_text(schedule: Schedule, step: int) -> str:
 
 def check_sparsity(final: float) -> None:
     if not isinstance(final, Real) or not 0 <= final < 1:
-        raise ValueError(f"final sparsity must lie in [0, 1), as 0.5 for a half, got {final!r}")
+        raise ValueError(f"final sparsity must lie in [0, 1), such as 0.5, got {final!r}")
 
 
 def check_step(name: str, step: int | float) -> None:
     """Refuse what is neither a whole number of steps nor a fraction of the run."""
     if not (isinstance(step, Integral) and int(step) >= 0) and not (isinstance(step, float) and 0 <= step <= 1):
         raise ValueError(
-            f"{name} is a whole number of steps, or a fraction of the run between 0.0 and 1.0, got {step!r}"
+            f"{name} must be a whole number of steps, or a fraction of the run from 0.0 to 1.0, got {step!r}"
         )

@@ -59,7 +59,7 @@ def bitter6(
 
 
 def bitter7(weight: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None) -> Tensor:
-    """``|w| (v + eps)^(1/4)``: magnitude, weighed by how strongly the loss reacts. The recommended one."""
+    """``|w| (v + eps)^(1/4)``: magnitude, weighted by how strongly the loss reacts. The default in training."""
     return (exp_avg_sq + eps if eps else exp_avg_sq).pow(ROOT).pow_(ROOT).mul_(weight.abs())
 
 
@@ -76,11 +76,11 @@ def bitter9(
 
 
 def fisher(weight: Tensor, exp_avg_sq: Tensor, step: float, *, beta2: float = 0.999, q: float | None = None) -> Tensor:
-    """``w^2 v_hat``, ``v_hat = v / (1 - beta2^t)``: the loss that removal costs by a diagonal Hessian.
+    """``w^2 v_hat``, ``v_hat = v / (1 - beta2^t)``: the loss that removal costs, by a diagonal Hessian.
 
-    With ``q``: ``|w| v_hat^q``, the family that runs from magnitude (0) over bitter7's exponent
-    (1/4) to the ranking of ``w^2 v_hat`` (1/2). Powers are multiples of 1/8, by square roots: torch rounds others by
-    where an element stands in its tensor, and so in a shard not as in the whole.
+    With ``q``: ``|w| v_hat^q``, a family from magnitude (0) through bitter7's exponent (1/4) to the ranking of
+    ``w^2 v_hat`` (1/2). Powers are multiples of 1/8, by square roots: torch rounds other powers by the element's
+    place in its tensor, so a shard would differ from the whole.
     """
     corrected = exp_avg_sq / (1 - beta2**step)
     if q is None:
@@ -102,8 +102,8 @@ def power(values: Tensor, q: float) -> Tensor:
 def check_power(q: float | None) -> None:
     if q is not None and q not in (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
         raise ValueError(
-            f"fisher takes a multiple of 1/8 below 1 for q, as 0.25, or no q for w^2 v, but got {q!r}: other powers "
-            "round differently in a shard, so that masks would depend on the number of ranks"
+            f"fisher takes a multiple of 1/8 below 1 for q, such as 0.25, or no q for w^2 v, got {q!r}; other powers "
+            "round differently in a shard, so masks would depend on the number of ranks"
         )
 
 
@@ -128,7 +128,7 @@ def wanda(weight: Tensor, input_norm: Tensor) -> Tensor:
 
 
 def snr(exp_avg: Tensor, exp_avg_sq: Tensor, *, adam_eps: float = 1e-8) -> Tensor:
-    """``|m| / (sqrt(v) + eps)``: how sure Adam is of where a pruned weight would go."""
+    """``|m| / (sqrt(v) + eps)``: how sure Adam is of the direction of a pruned weight."""
     return direction(exp_avg, exp_avg_sq, None, adam_eps).abs_()
 
 
@@ -151,11 +151,11 @@ def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float | None, adam_eps: 
 class Score:
     """All there is to know about a score.
 
-    ``settings`` are what it takes beside statistics and options: constants of Adam, the weight's name.
-    ``formula`` says how kernels compute it with given constants, None for those that none computes; a score without
-    one, as a function of the user's, is given whole tensors, and its scores of one weight are stored for a while.
+    ``settings`` are its other arguments: constants of Adam, the weight's name.
+    ``formula`` says how kernels compute it with given constants, or None if no kernel does; a score without
+    a formula, such as your own function, reads whole tensors, and its scores of one weight are stored for a while.
     ``check`` refuses options that do not fit.
-    ``equals`` names the score that computes the same with given options where all weights took as many steps of Adam.
+    ``equals`` names the score that computes the same with given options if all weights took equally many Adam steps.
     """
 
     of: Callable[..., Tensor]
@@ -174,7 +174,7 @@ class Score:
         return "eps" in (self.of.__kwdefaults__ or {})
 
     def canonical(self, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Name and options in one form: equal for what computes the same where all weights took as many steps."""
+        """Name and options, equal for scores that compute the same where all weights took equally many steps."""
         given = {name: value for name, value in options.items() if value is not None}
         if given.get("eps") == 0 and "adam_eps" not in self.settings:
             del given["eps"]

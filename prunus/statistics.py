@@ -31,7 +31,7 @@ def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> 
         row = Score(score, reads, settings, formula_of(score))
         needed = [n for n, a in arguments.items() if a.default is a.empty and a.kind is not a.VAR_KEYWORD]
         if unknown := [n for n in needed if n not in (*READS, *SETTINGS, *options)]:
-            raise ValueError(f"a score may read {', '.join(READS + SETTINGS)}, but yours asks for {unknown[0]!r}")
+            raise ValueError(f"a score may read {', '.join(READS + SETTINGS)}, but yours reads {unknown[0]!r}")
         if not set(row.reads) - {"step"}:
             raise ValueError(f"a score must read at least one of {', '.join(READS)}")
     taken = inspect.signature(row.of).parameters
@@ -132,8 +132,8 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
     kept = [key for key in state if key not in ("step", "mask")]
     if not kept and (weight.parameter.grad is None or any(name in other for other in optimizer.state.values())):
         raise ValueError(
-            f"{weight.name} has no Adam state yet, since no gradient has reached it; "
-            f"begin later, exclude it, or pass no_gradient='dense': a score that reads {name} cannot rank it"
+            f"{weight.name} has no Adam state yet, since no gradient has reached it, so a score that reads {name} "
+            "cannot rank it; begin later, exclude it, or pass no_gradient='dense'"
         )
     raise ValueError(
         f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'} for "
@@ -155,7 +155,7 @@ def _read(
         if weight.parameter.grad is None:
             raise ValueError(f"the score reads the gradient, but {weight.name} has none at this event")
         return local(weight.parameter.grad)
-    raise ValueError(f"the score reads {name}, but none was collected for {weight.name}: its module was not called")
+    raise ValueError(f"the score reads {name}, but {weight.name} has none: its module was not called")
 
 
 class Movement:

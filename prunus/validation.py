@@ -39,15 +39,15 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda every: every is None or (isinstance(every, Integral) and int(every) >= 1),
         "a whole number of steps, at least 1, or None for about 20 events",
     ),
-    "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, as Regrow(0.1)"),
-    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, as Rate(power=1)"),
+    "regrow": (lambda regrow: isinstance(regrow, Regrow | None), "a Regrow, such as Regrow(0.1)"),
+    "rate": (lambda rate: isinstance(rate, Rate | None), "a Rate, such as Rate(power=1)"),
     "masks": (lambda masks: isinstance(masks, str | Mapping | None), 'boolean tensors by name, or "zeros"'),
     "reloaded": (lambda reloaded: reloaded in ("zero", "raise"), '"zero" or "raise"'),
     "no_gradient": (lambda way: way in ("raise", "dense"), '"raise" or "dense"'),
-    "score_options": (lambda given: isinstance(given, Mapping | None), "values by name, as {'eps': 1e-8}"),
+    "score_options": (lambda given: isinstance(given, Mapping | None), "values by name, such as {'eps': 1e-8}"),
     "score_dtype": (
         lambda dtype: isinstance(dtype, torch.dtype) and dtype.is_floating_point,
-        "a floating-point dtype, as torch.float32",
+        "a floating-point dtype, such as torch.float32",
     ),
     "on_event": (lambda on_event: on_event is None or callable(on_event), "a function that takes an Event"),
 }
@@ -74,7 +74,7 @@ def explained(init: Callable[P, None]) -> Callable[P, None]:
                 raise TypeError(text)
             if option not in parameters:
                 near = get_close_matches(option, known, n=1)
-                more = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                more = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
                 raise TypeError(f"a {name} has no option {option!r}; {more}")
         try:
             signature(init).bind(*args, **options)
@@ -94,7 +94,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {expected}; got {text if len(text) <= 80 else f'{text[:77]}...'}")
     score_of(options.get("score", "bitter7"), options.get("score_options") or {})
     if options.get("schedule") is None and options.get("masks") is None:
-        raise ValueError("say how sparse: pass schedule=Ramp(...), OneShot(...) or Constant(...), or masks to hold")
+        raise ValueError("pass schedule=, a Ramp(...), OneShot(...) or Constant(...), or masks= to keep")
 
 
 def check_together(
@@ -105,7 +105,7 @@ def check_together(
     fits = schedule is None or only is None or schedule.final == 0 or abs(schedule.final - only) < 1e-9
     if not fits or (only is not None and isinstance(schedule, Ramp)):
         fitting = f"OneShot({only:g}, at=...) or Constant({only:g})"
-        raise ValueError(f"{select} has one sparsity and goes with {fitting}, got {schedule}")
+        raise ValueError(f"{select} has one fixed sparsity and needs {fitting}, got {schedule}")
     if regrow:
         regrow.check(schedule, select, is_sharded)
     if schedule:
@@ -128,26 +128,26 @@ def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
             known
         ):  # FSDP2 puts plain tensors in the place of its shards for a while
             raise ValueError(
-                f"{name} is another tensor than when the Pruner was made, which the optimizer does not train; load "
-                "weights without assign=True, or make the optimizer and the Pruner after that"
+                f"{name} was replaced by another tensor after the Pruner was made, which the optimizer does not train; "
+                "load weights without assign=True, or make optimizer and Pruner after loading"
             )
 
 
 def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The weights of these names in a copy of their model, wrapped or not; refused if one is missing or differs."""
     if not isinstance(copy, nn.Module):
-        raise ValueError(f"apply_to takes a model, as AveragedModel(model), got {type(copy).__name__}")
+        raise ValueError(f"apply_to takes a model, such as AveragedModel(model), got {type(copy).__name__}")
     copies = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
     for name, weight in weights.items():
         if name not in copies:
             raise ValueError(
-                f"{name!r} is not in the model given, whose first weight is {next(iter(copies), 'none')!r}; "
-                "apply_to takes a copy of the model that is pruned"
+                f"the model passed to apply_to has no {name!r}; its first weight is {next(iter(copies), 'none')!r}; "
+                "pass a copy of the pruned model"
             )
         if copies[name].shape != weight.shape:
             raise ValueError(
-                f"{name} has shape {tuple(copies[name].shape)} in the model given, but {tuple(weight.shape)} in the "
-                "one that is pruned; apply_to takes a copy of it"
+                f"{name} has shape {tuple(copies[name].shape)} in the model passed to apply_to, but "
+                f"{tuple(weight.shape)} in the pruned one; pass a copy of that"
             )
     return {name: copies[name] for name in weights}
 
@@ -169,6 +169,6 @@ def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None
             eps = group.get("eps")
             if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
                 raise ValueError(
-                    f"eps = {eps} is 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
+                    f"eps = {eps} rounds to 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
                     "give the optimizer a larger eps"
                 )

@@ -165,5 +165,5 @@ def test_clipped_counts_keep_what_is_pruned_and_name_what_cannot_be_reached():
     assert clipped([0, 600], [1000, 1000], 0.3, [0, 900]) == [150, 900]
     with pytest.raises(ValueError, match=r"0\.99 cannot be reached .* than 0\.98"):
         clipped([900, 900], [1000, 1000], 0.99, [0, 0])
-    with pytest.raises(ValueError, match=r"it is for prune\(\)"):
+    with pytest.raises(ValueError, match=r"is for prune\(\)"):
         allocate({"a": (4, 4)}, 0.5, "fisher")

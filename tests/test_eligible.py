@@ -219,7 +219,7 @@ def test_plain_names_lose_the_prefixes_of_wrappers_and_nothing_else(name, plain)
         (Net(), {"exclude": "*"}, "excluded"),
         (Net(), {"trained": []}, "not held"),
         (nn.Sequential(nn.Embedding(3, 4)), {}, "0.weight"),
-        (nn.LayerNorm(4), {}, "no weight"),
+        (nn.LayerNorm(4), {}, "no prunable weight"),
     ],
 )
 def test_what_cannot_be_pruned_is_one_line_that_names_it(model, options, text):
@@ -280,7 +280,7 @@ def test_a_small_part_frozen_weights_and_embeddings_need_no_warning():
 
 
 def test_a_model_of_such_weights_alone_says_what_takes_them():
-    with pytest.raises(ValueError, match=r"no weight to prune.*include=\['weight_ih_l0', 'weight_hh_l0'\] takes them"):
+    with pytest.raises(ValueError, match=r"no prunable weight.*include=\['weight_ih_l0', 'weight_hh_l0'\] adds them"):
         eligible(nn.LSTM(4, 4))
 
 

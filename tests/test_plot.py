@@ -104,7 +104,11 @@ def test_a_chart_is_saved_as_svg_or_png_with_the_same_bytes_every_time(tmp_path)
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(tmp_path):
-    for path, said in [("a.pdf", ".svg or .png"), ("none/a.svg", "its folder is not there"), ("plain", ".svg or .png")]:
+    for path, said in [
+        ("a.pdf", ".svg or .png"),
+        ("none/a.svg", "its folder does not exist"),
+        ("plain", ".svg or .png"),
+    ]:
         with pytest.raises(ValueError, match=said):
             save(layers_chart([]), tmp_path / path)
     assert not list(tmp_path.iterdir())

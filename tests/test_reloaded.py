@@ -179,7 +179,7 @@ def test_weights_that_were_assigned_are_refused_since_the_optimizer_has_the_old_
     kept = {name: p.detach().clone() for name, p in pruner._weights.items()}
     model.load_state_dict(copy.deepcopy(dense), assign=True)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"^conv\.weight is another tensor [^\n]*assign=True[^\n]*$"):
+        with pytest.raises(ValueError, match=r"^conv\.weight was replaced by another tensor [^\n]*assign=True[^\n]*$"):
             train(model, pruner.optimizer, [4])
         assert pruner.step == 4 and all(torch.equal(p, kept[name]) for name, p in pruner._weights.items())
     with pytest.raises(ValueError, match="another tensor"):
@@ -375,9 +375,9 @@ def test_a_resume_that_forgets_one_state_is_told_once_and_keeps_its_zeros(make, 
     model, optimizer, state, masks = saved_parts(make)
     everything = {"pruner": state, "optimizer": optimizer, "model": model}
     for forgotten, text in {
-        "pruner": "masks came with the optimizer's state, but the schedule begins at step 0",
-        "optimizer": "goes on from step 8, but the optimizer begins without its state",
-        "model": "goes on from step 8, but conv.weight was not zero where its masks prune",
+        "pruner": "masks came with the optimizer's state, but the schedule starts at step 0",
+        "optimizer": "continues from step 8, but the optimizer has no state",
+        "model": "continues from step 8, but conv.weight was not zero where its masks prune",
         "nothing": None,
     }.items():
         loading = {name: value for name, value in everything.items() if name != forgotten}

@@ -58,7 +58,7 @@ def test_one_over_another_optimizer_takes_the_weights_over_and_the_old_optimizer
     assert_pruned_are_zero(second)
     assert second.step == 4 and first.step == 8
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"^conv\.weight belongs to a Pruner of another optimizer"):
+    with pytest.raises(ValueError, match=r"^conv\.weight belongs to another optimizer's Pruner"):
         train(model, first.optimizer, [12])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     first.remove()  # again
@@ -101,7 +101,7 @@ def test_the_step_of_an_optimizer_made_again_is_refused_before_it_moves_a_weight
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"^conv\.weight belongs to a Pruner of another optimizer[^\n]*remove\(\)[^\n]*$"
+            ValueError, match=r"^conv\.weight belongs to another optimizer's Pruner[^\n]*remove\(\)[^\n]*$"
         ):
             train(model, again, [6])
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -187,7 +187,7 @@ def test_what_steps_inside_a_step_may_and_the_same_alone_may_not(fails):
         train(model, outer, [6])
     outer.fails = ""
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="belongs to a Pruner of another optimizer"):
+    with pytest.raises(ValueError, match="belongs to another optimizer's Pruner"):
         train(model, inner, [7])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     train(model, outer, range(7, 12))
@@ -225,7 +225,7 @@ def test_a_weight_that_an_optimizer_gets_later_is_seen(make):
     other = make(model.norm)
     other.step()
     other.add_param_group({"params": [model.hidden.weight]})
-    with pytest.raises(ValueError, match=r"^hidden\.weight belongs to a Pruner of another optimizer"):
+    with pytest.raises(ValueError, match=r"^hidden\.weight belongs to another optimizer's Pruner"):
         other.step()
     assert_pruned_are_zero(pruner)
 

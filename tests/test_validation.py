@@ -14,7 +14,7 @@ from prunus.validation import check_options
 RAMP = Ramp(0.5, 2, 14)
 WRONG = [
     ({"schedule": 0.5}, r"schedule.*Ramp\(.*got 0\.5"),
-    ({"schedule": None}, "say how sparse"),
+    ({"schedule": None}, "masks= to keep"),
     ({"schedule": "linear"}, r"schedule.*got 'linear'"),
     ({"schedule": Ramp}, r"schedule.*got <class"),
     ({"select": "global"}, r"select.*Global\(\).*'global'"),
@@ -37,7 +37,7 @@ WRONG = [
     ({"masks": [torch.ones(2, 2)]}, r"masks.*\[tensor"),
     ({"masks": torch.ones(99, 99)}, r"masks.*tensor"),
     ({"on_event": "print"}, r"on_event.*'print'"),
-    ({"rate": 0.5}, r"rate must be a Rate, as Rate\(power=1\)"),
+    ({"rate": 0.5}, r"rate must be a Rate, such as Rate\(power=1\)"),
     ({"rate": Rate}, r"rate must be a Rate.*<class"),
     ({"reloaded": "ignore"}, r"^reloaded must be \"zero\".*\"raise\".*got 'ignore'$"),
     ({"no_gradient": "warn"}, 'no_gradient must be "raise" or "dense"; got \'warn\''),
@@ -69,7 +69,7 @@ CALLS = {
     "torch's name": (lambda m, o: Pruner(m, o, amount=0.3), r"amount is part of the schedule: .*Ramp\(0\.3, "),
     "percent": (lambda m, o: Pruner(m, o, sparsity=50), r"schedule=Ramp\(0\.5, "),
     "misspelt": (lambda m, o: Pruner(m, o, shedule=RAMP), "no option 'shedule'; did you mean schedule"),
-    "unknown": (lambda m, o: Pruner(m, o, schedule=RAMP, warmup=3), "no option 'warmup'; there are score, select, "),
+    "unknown": (lambda m, o: Pruner(m, o, schedule=RAMP, warmup=3), "no option 'warmup'; the options are score, "),
     "no optimizer": (lambda m, o: Pruner(m, schedule=RAMP), "a model and the optimizer that trains it"),
     "position": (lambda m, o: Pruner(m, o, RAMP), r"options by name: Pruner\(model, optimizer, schedule="),
 }
@@ -148,7 +148,7 @@ def test_model_and_optimizer_the_other_way_round_are_told_apart():
     "make", [lambda s: Ramp(s, 1, 5), lambda s: OneShot(s, at=3), Constant], ids=["ramp", "one", "all"]
 )
 def test_a_sparsity_that_is_no_fraction_is_refused(make, final):
-    with pytest.raises(ValueError, match=r"^final sparsity must lie in \[0, 1\), as 0\.5 for a half, got [^\n]+$"):
+    with pytest.raises(ValueError, match=r"^final sparsity must lie in \[0, 1\), such as 0\.5, got [^\n]+$"):
         make(final)
 
 

@@ -13,25 +13,25 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 TASKS = {  # commands by what they are for, and what each does
-    "Look": {
-        "demo": "train a small GPT, and make it smaller, on any machine, in minutes",
-        "report": "write one HTML page with the charts of a run, a study or a model",
+    "Try it and see results": {
+        "demo": "train a small GPT, then prune, quantise and shrink it, in minutes",
+        "report": "write one HTML page with charts of a run, a study or a model",
     },
     "Make a trained model smaller": {
-        "prune": "set weights to zero, and solve for those that stay",
+        "prune": "set weights to zero and repair those that stay",
         "shrink": "remove neurons, heads, layers or experts",
-        "recover": "let it learn back from the dense model; its zeros stay",
+        "recover": "train it to match the dense model again; its zeros stay",
         "eval": "measure quality and sparsity on held-out data",
     },
     "Store it and run it": {
         "export": "convert it to a smaller file and back, bit for bit",
-        "generate": "write text, with layers sparse where that is faster",
-        "doctor": "check that it is sound: zeros, masks, finite weights",
+        "generate": "write text, with sparse layers where they are faster",
+        "doctor": "check that it is intact: zeros, masks, finite weights",
     },
     "Prune while training": {
-        "train": "train a network, pruning it on the way",
-        "study": "compare scores fairly, over several sparsities and seeds",
-        "profile": "measure where the time and memory of a training step go",
+        "train": "train a network and prune it during training",
+        "study": "compare scores over several sparsities and seeds",
+        "profile": "measure where time and memory go in a training step",
     },
 }
 COMMANDS = {name: text for task in TASKS.values() for name, text in task.items()}
@@ -67,7 +67,7 @@ def _run(args: list[str]) -> None:
         print("usage: prunus COMMAND [OPTIONS]")
         for task, commands in TASKS.items():
             print(f"\n{task}", *(f"  {name:{width}}  {text}" for name, text in commands.items()), sep="\n")
-        print("\nprunus COMMAND --help shows an example, and every option with its default.")
+        print("\nprunus COMMAND --help shows an example and every option with its default.")
         return
     name, rest = args[0], args[1:]
     if name == "--version":
@@ -95,7 +95,7 @@ def _run(args: list[str]) -> None:
 
         if not is_out_of_memory(error):
             raise
-        advice = "free some, or give fewer or shorter samples, or a smaller --memory where the command has it"
+        advice = "free some, give fewer or shorter samples, or lower --memory if the command has it"
         _fail(f"prunus {name}", f"there is too little memory: {advice}{_continued(name, args)}")
     except KeyboardInterrupt as stop:
         print(f"prunus {name}: interrupted{_continued(name, args)}", file=sys.stderr)

@@ -29,23 +29,21 @@ WIDTH, BATCH = 128, 8  # of the model, and windows a step
 SIZE = 0.5  # of the blocks' weights stay when the model is shrunk
 LEARNING = 0.12  # steps of a recovery, of those of a training
 SMALL = "in 4 bits"  # the model that is written, and whose text stands beside that of the dense one
-AFTERWARDS = (
-    "One seed. Perplexity is per byte, on files that were not trained on; sizes are those of the files of weights."
-)
+AFTERWARDS = "One seed. Perplexity is per byte, on files not used for training; sizes are those of the weight files."
 
 
 @dataclass(frozen=True)
 class Command:
-    """Train a small GPT on Python's own source, dense and sparse, and make the dense one smaller.
+    """Train a small GPT on Python's own source, dense and sparse, then make the dense one smaller.
 
-    It takes some minutes on two cores. The dense model is pruned without and with repair, recovered, put into four
-    bits, and shrunk. The demo ends with a table and a page. Interrupt it at any time: the same command continues.
+    It takes a few minutes on two cores. The dense model is pruned without and with repair, recovered, quantised to four
+    bits, and shrunk. The demo ends with a table and an HTML page. If you interrupt it, the same command continues.
     """
 
-    steps: int = 600  # optimizer steps of each of the two trainings
+    steps: int = 600  # optimizer steps of each of the two training runs
     sparsity: float = 0.8  # fraction of the prunable weights to remove
     seed: int = 0  # initial weights and order of the data
-    out: Path = Path("runs/demo")  # folder of the runs, of the small model and of report.html
+    out: Path = Path("runs/demo")  # folder for the runs, the small model and report.html
 
 
 def run(command: Command) -> None:
@@ -90,14 +88,14 @@ def run(command: Command) -> None:
         print("Recovery was left out: it needs pip install 'prunus[hf]'.")
     print(
         "",
-        f"The page: open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
+        f"Open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
         *_how_to_call(),
         f"  prunus doctor {out / 'small'}",
         "      checks the small model that the demo wrote",
         "  prunus train --data YOUR.txt --out runs/mine",
-        "      trains on your own text, and prunes on the way",
+        "      trains on your own text and prunes during training",
         "  prunus prune MODEL_FOLDER --text YOUR.txt --out pruned",
-        "      prunes a Hugging Face model that is trained already",
+        "      prunes a trained Hugging Face model",
     )
 
 
@@ -129,25 +127,25 @@ def _models(dense: "Training", sparse: "Training", command: Command) -> "Iterato
     from .. import prune, quantize, recover, shrink
 
     steps, zeros = max(1, round(LEARNING * command.steps)), f"{100 * command.sparsity:g} %"
-    learned = f"and {steps} steps from dense"
+    learned = f"then {steps} steps from dense"
     windows = [dense.data.train.batch(command.steps + i, BATCH, command.seed)[0] for i in range(16 + steps)]
 
     def recovered(model: "nn.Module") -> None:
         recover(model, teacher=deepcopy(dense.model), batches=windows, steps=steps, seed=command.seed)
 
     yield "dense", f"{command.steps} steps", dense.model
-    yield "sparse", f"{zeros} zeros while training", sparse.model
+    yield "sparse", f"{zeros} zeros during training", sparse.model
     model = deepcopy(dense.model)
     prune(model, windows[:16], command.sparsity, score="magnitude", repair=None)
     yield "magnitude", f"smallest {zeros} to zero", model
     model = deepcopy(dense.model)
     prune(model, windows[:16], command.sparsity)
-    yield "repaired", f"{zeros} zeros, rest solved", model
+    yield "repaired", f"{zeros} zeros, others adjusted", model
     if _can_recover():
         recovered(model)
         yield "recovered", learned, model
     quantize(model, windows[:16], bits=4)
-    yield SMALL, "and what stays in codes", model
+    yield SMALL, "then quantised to 4 bits", model
     model = deepcopy(dense.model)
     shrink(model, windows[:16], size=SIZE)
     yield "shrunk", "half the blocks' weights", model

@@ -30,22 +30,22 @@ SHOWN = 40  # findings printed; --json has all
 
 @dataclass(frozen=True)
 class Command:
-    """Check what a pruned model promises; nothing is written, nothing in its files is executed.
+    """Check that a pruned model is intact; writes nothing and runs no code from its files.
 
-    Exit code 0 if the model is healthy, 1 with a list if it is not, 2 if it could not be read. Counts are compared
-    with --sparsity and --pattern; without them the doctor names the sparsity and the pattern that it finds.
+    Exit code 0: the model is healthy; 1: it is not, and findings are listed; 2: it could not be read. The zeros are
+    compared with --sparsity and --pattern; without these, the sparsity and pattern found are only reported.
     """
 
-    path: tyro.conf.Positional[Path]  # model folder, safetensors file, checkpoint, or distributed checkpoint
-    sparsity: float | None = None  # fraction of the prunable weights that should be zero, exactly
-    pattern: str | None = None  # where that fraction holds: global, layer, row, or N:M such as 2:4
-    masks: Path | None = None  # safetensors or checkpoint with the masks, to tell pruned weights from live zeros
-    include: tuple[str, ...] = ()  # globs over names of weights that are pruned besides linear and convolution weights
-    exclude: tuple[str, ...] = ()  # globs over names of weights that should be dense; wins over the others
-    only: tuple[str, ...] = ()  # globs over names: no other weights are pruned
-    allow: tuple[str, ...] = ()  # kinds of findings to accept: too-sparse, excluded, ...
-    strict: bool = False  # dead rows and columns are findings (exit code 1), not warnings
-    json: bool = False  # print one JSON object and nothing else
+    path: tyro.conf.Positional[Path]  # model folder, .safetensors file, checkpoint, or distributed checkpoint
+    sparsity: float | None = None  # exact fraction of the prunable weights that should be zero
+    pattern: str | None = None  # where this fraction should hold: global, layer, row, or N:M such as 2:4
+    masks: Path | None = None  # .safetensors file or checkpoint with masks, to tell pruned weights from other zeros
+    include: tuple[str, ...] = ()  # globs of weight names that are pruned besides linear and convolution weights
+    exclude: tuple[str, ...] = ()  # globs of weight names that should be dense; overrides --include and --only
+    only: tuple[str, ...] = ()  # globs of weight names: no others are pruned
+    allow: tuple[str, ...] = ()  # kinds of findings to allow, such as too-sparse or excluded
+    strict: bool = False  # report dead rows and columns as findings (exit code 1), not warnings
+    json: bool = False  # print only one JSON object
 
 
 def run(command: Command) -> None:
@@ -71,7 +71,7 @@ def _show(diagnosis: "Diagnosis") -> None:
     if layers:
         _print_layers(layers, console)
     if hidden := len(diagnosis.layers) - len(layers):
-        console.print(f"and {hidden} vector{'s' if hidden > 1 else ''}: biases, norms and the like", style="dim")
+        console.print(f"and {hidden} vector{'s' if hidden > 1 else ''}, such as biases and norms", style="dim")
     for findings, style in ((diagnosis.findings, "bold red"), (diagnosis.warnings, "bold yellow")):
         for finding in findings[:SHOWN]:
             console.print(Text.assemble((f"{finding.kind}  ", style), (escaped(finding.where), "bold")))

@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """Quality and sparsity of a model on held-out data; nothing is written.
+    """Measure the quality and sparsity of a model on held-out data; writes nothing.
 
-    It may be a checkpoint of prunus train, a folder that prunus export or prunus prune wrote, or a Hugging Face folder.
+    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder.
     """
 
-    path: tyro.conf.Positional[Path]  # a checkpoint.pt, a sharded one, the run folder that holds it, or a model's
-    data: str | None = None  # other data than the run's own
-    validation: Path | None = None  # other held-out file than the run's own
-    tokens: Path | None = None  # held-out tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
-    text: Path | None = None  # in place of tokens: text file, or folder of them, read by the model's own tokenizer
-    batches: Path | None = None  # or named arrays (.npz), a row a sample, with labels if there are any
-    dense: Path | None = None  # the folder before it was pruned, to compare outputs with where there are no labels
-    token_type: TokenType = "auto"  # of a raw token file; auto goes by its name
-    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
-    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
-    length: int = 0  # tokens per window of a Hugging Face model; 0 takes 256, or the model's longest
-    memory: str | None = None  # of a model read block by block: for activations, as 4GB; others go to a temporary file
+    path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder
+    data: str | None = None  # data to use instead of the training run's
+    validation: Path | None = None  # held-out file to use instead of the training run's
+    tokens: Path | None = None  # file of held-out token ids (.u16, .bin, .u32 or .npy)
+    text: Path | None = None  # text file or folder, instead of --tokens; the model's tokenizer reads it
+    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --tokens
+    dense: Path | None = None  # dense model's folder, to compare outputs with if there are no labels
+    token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
+    start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
+    eval_windows: int | None = None  # held-out windows; 0: all; default: 128, all of --batches, or as in training
+    length: int = 0  # tokens per window of a Hugging Face model; 0: 256, at most the model's maximum
+    memory: str | None = None  # main memory for activations, such as 4GB; the rest goes to a file
     every_layer: Flag = False  # print the sparsity of every layer
 
 
@@ -46,13 +46,13 @@ def run(command: Command) -> None:
     found = checkpoint_of(command.path)
     if not found.exists() and (command.path / "config.json").is_file():
         for flag in given(command, "data", "validation"):
-            kind = f"is for runs of prunus; {command.path} is a Hugging Face model"
+            kind = f"is for runs of prunus train, but {command.path} is a Hugging Face model"
             raise ValueError(f"{flag} {kind}: give --tokens, --text or --batches")
         path = command.path
         figures, report, held_out = _of_folder(command)
     else:
         for flag in given(command, *OF_FOLDERS) if found.exists() else ():
-            raise ValueError(f"{flag} is for Hugging Face models; {command.path} is a run of prunus")
+            raise ValueError(f"{flag} is for Hugging Face models, but {command.path} is a run; leave off {flag}")
         evaluation = evaluated(command.path, command.data, command.validation, command.eval_windows, command.length)
         path, report, held_out = found if found.exists() else command.path, evaluation.report, evaluation.held_out
         at = "" if evaluation.step is None else f"step {evaluation.step}, "
@@ -96,12 +96,14 @@ def evaluated(
 
     checkpoint = checkpoint_of(path)
     if length:
-        raise ValueError(f"--length is for Hugging Face models; {path} has the context that it was trained with")
+        raise ValueError(f"--length is for Hugging Face models; leave it off: {path} has the length of its training")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
         (run, step, _), weights = described(path), load_exported(path).state_dict()
     else:
         if path.is_dir() and not checkpoint.exists():
-            raise ValueError(f"{path} has no checkpoint of prunus, no config.json and no run.json of prunus export")
+            raise ValueError(
+                f"{path} has no checkpoint of prunus, no config.json and no run.json; give a run or a model"
+            )
         state = load_checkpoint(checkpoint)
         run, step, weights = Run.from_json(state["run"]), state["step"], state["model"]
     run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)
@@ -131,7 +133,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     given = [name for name in ("tokens", "text", "batches") if getattr(command, name) is not None]
     if len(given) != 1:
         raise ValueError(
-            f"{command.path} is a Hugging Face model, which needs --tokens, --text or --batches with held-out samples, "
+            f"{command.path} is a Hugging Face model, which needs --tokens, --text or --batches with held-out data, "
             f"got {' and '.join(f'--{name}' for name in given) or 'none'}"
         )
     memory = None if command.memory is None else size_in_bytes(command.memory)
@@ -149,7 +151,9 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
     if "labels" not in samples and command.dense is None and not is_causal(model):
-        raise ValueError("without labels a model is compared with the one before pruning; give --dense with its folder")
+        raise ValueError(
+            "there are no labels, so outputs are compared with the dense model's; give its folder as --dense"
+        )
     metric, measure = metric_of(model if command.dense is None else opened_folder(command.dense, device), samples)
     return f"{metric} {measure(model):.4f}", found, held_out
 

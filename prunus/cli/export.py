@@ -18,32 +18,32 @@ HEADS = ("stored as", "tensors", "non-zero", "dense MB", "stored MB", "ratio")
 
 @dataclass(frozen=True)
 class Command:
-    """Write a model in the small form, which gives every bit back, or in the plain form that any tool loads.
+    """Write a model in the small form, which packs zeros without loss, or in the plain form that any tool loads.
 
-    The source is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train.
+    SOURCE is a Hugging Face folder or a .safetensors file, small or plain, or a checkpoint of prunus train.
 
-    The option --bits rounds the kept weights of a folder or a checkpoint to few bits; its zeros stay. Killed, the same
-    command goes on with the next layers.
+    With --bits, the kept weights of a folder or a checkpoint are quantised; its zeros stay. If the command is killed,
+    repeat it: it continues with the next layers.
     """
 
-    source: tyro.conf.Positional[Path]  # folder, .safetensors file, checkpoint.pt, or the run folder that holds it
-    out: Path | None = None  # folder to make, or .safetensors file to write
-    form: Literal["sparse", "dense"] = "sparse"  # small, or plain zeros
-    check: bool = False  # read back what was written, compare every bit, and load it as the model that it is
-    bits: Bits | None = None  # of each kept weight, which is rounded to so many before it is written
-    text: Path | None = None  # bits: calibration text, a file or a folder of them, read by the model's own tokenizer
-    tokens: Path | None = None  # bits: in place of text, calibration tokens (.u16, .bin, .u32 or .npy)
-    batches: Path | None = None  # bits: in place of text, named arrays (.npz), a row a sample
-    samples: int | None = None  # bits: calibration windows; by default up to 128
-    length: int = 0  # bits: tokens per window; 0 takes 256, or the model's longest
-    seed: int = 0  # bits: which calibration windows
-    max_shard_size: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
-    push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload --out to, or the source without it
-    private: bool = False  # make that repository private, if it is new
-    advise: bool = False  # write nothing; measure here, layer by layer, whether the sparse model will be faster
-    device: str = "cpu"  # cpu or cuda; bits: where weights are rounded; advise: where the model will run
-    batch: int = 1  # advise: sequences decoded at a time
-    prompt_tokens: int = 4096  # advise: of a prompt
+    source: tyro.conf.Positional[Path]  # model folder, .safetensors file, checkpoint.pt, or run folder
+    out: Path | None = None  # new folder or .safetensors file to write
+    form: Literal["sparse", "dense"] = "sparse"  # sparse: the small form; dense: the plain form
+    check: bool = False  # read back what was written, compare every bit, and load the model
+    bits: Bits | None = None  # quantise the kept weights to this many bits
+    text: Path | None = None  # with --bits: calibration text, a file or a folder
+    tokens: Path | None = None  # with --bits: calibration token ids, instead of --text (.u16, .bin, .u32 or .npy)
+    batches: Path | None = None  # with --bits: .npz file of named inputs, one row per sample, instead of --text
+    samples: int | None = None  # with --bits: calibration windows; default: up to 128
+    length: int = 0  # with --bits: tokens per window; 0: 256, at most the model's maximum
+    seed: int = 0  # with --bits: seed for choosing calibration windows
+    max_shard_size: str = "5GB"  # largest file, in B, KB, MB or GB; larger models are split
+    push: str | None = None  # upload --out, or without it SOURCE, to this Hugging Face Hub repository (user/model)
+    private: bool = False  # make a new --push repository private
+    advise: bool = False  # write nothing; measure, layer by layer, whether a sparse model is faster on this machine
+    device: str = "cpu"  # cpu or cuda: where --bits quantises, or where --advise measures
+    batch: int = 1  # with --advise: sequences decoded at a time
+    prompt_tokens: int = 4096  # with --advise: tokens in a prompt
 
 
 FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".gguf", ".onnx", ".h5", ".json", ".safetensor")
@@ -77,11 +77,11 @@ def _check_push(command: Command) -> None:
     from ..export.hub import check_push
 
     if command.out is None and not command.source.is_dir():
-        raise ValueError(f"--push uploads a folder, and {command.source} is none; pass --out with a new one")
+        raise ValueError(f"--push uploads a folder, and {command.source} is not one; pass --out with a new folder")
     if command.out is None and given(command, *OF_FILES):
-        raise ValueError("without --out the folder is pushed as it is; leave off --form, --check and --max-shard")
+        raise ValueError("without --out the folder is pushed as it is; leave off --form, --check and --max-shard-size")
     if command.out is not None and command.out.suffix == ".safetensors":
-        raise ValueError(f"--push uploads a folder, but --out is the file {command.out}")
+        raise ValueError(f"--push uploads a folder, but --out is the file {command.out}; give a folder")
     check_push(str(command.push))
 
 
@@ -144,7 +144,7 @@ def _convert(command: Command) -> None:
     from ..oneshot.progress import progress_line
 
     if command.out is None:
-        raise ValueError("there is no place to write to; pass --out with a new folder or a .safetensors file")
+        raise ValueError("there is no --out; give a new folder or a .safetensors file")
     if command.out.suffix.lower() in FILES:
         raise ValueError(f"--out is a folder to make or a .safetensors file, and {command.out} looks like another file")
     size = size_in_bytes(command.max_shard_size)
@@ -162,7 +162,9 @@ def _convert(command: Command) -> None:
         from ..lab.trained_run import export_checkpoint
 
         if job.out.suffix == ".safetensors":
-            raise ValueError(f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}")
+            raise ValueError(
+                f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}; give a folder"
+            )
         with progress_line(None, "export") as report:
             done = export_checkpoint(checkpoint, replace(job, report=report))
     _show(command, done, *loaded)
@@ -189,8 +191,8 @@ def _show(command: Command, done: "Exported", *loaded: str) -> None:
         print("  ".join([line[0].ljust(widths[0]), *cells]))
     if (negative := sum(row.num_negative_zeros for row in rows)) and command.form == "sparse":
         print(
-            f"{negative:,} elements are -0.0, which takes the room of a value, since every bit comes back; "
-            "weight * mask makes them: weight[weight == 0] = 0 before the export makes the file smaller"
+            f"{negative:,} elements are -0.0 and are stored as values, since every bit is kept; "
+            "weight * mask makes them: set weight[weight == 0] = 0 before the export for a smaller file"
         )
     checked = "" if done.check_seconds is None else f", every bit read back and compared in {done.check_seconds:.2f} s"
     print(

@@ -14,25 +14,25 @@ from .shared_options import given
 
 @dataclass(frozen=True)
 class Command:
-    """Write text with a pruned model, its layers kept sparse where that is faster here, and say how fast it was.
+    """Generate text with a pruned model, with sparse layers where they are faster, and print the speed.
 
-    The model is a Hugging Face folder: small, as prunus export and save_model write it, or plain with zeros in it.
+    PATH is a Hugging Face folder: in the small form of prunus export and save_model, or plain with zeros in it.
     """
 
     path: tyro.conf.Positional[Path]  # folder of the model
-    prompt: str | None = None  # text that goes on, read by the tokenizer in the folder
-    tokens: tuple[int, ...] | None = None  # or token ids; then ids are printed where the folder has no tokenizer
-    max_new_tokens: int = 64  # at most; a text may end before
-    batch: int = 1  # texts at a time, 1 to 16; with --sample they differ
-    sample: bool = False  # draw tokens, in place of taking the most likely one
-    temperature: float = 1.0  # sample: above 1 is wilder, below 1 tamer
-    top_k: int | None = None  # sample: among the k most likely tokens alone
-    top_p: float | None = None  # sample: among the most likely tokens of this probability alone
-    seed: int | None = None  # sample: the same seed draws the same text
-    device: str = "auto"  # cpu or cuda; auto takes cuda where there is one
-    compile: bool = False  # have torch compile the blocks before the clock starts, for seconds; pays on a GPU
-    dense: bool = False  # keep all layers dense, to compare
-    least: float | None = None  # keep layers sparse that have this share of zeros or more, without measuring
+    prompt: str | None = None  # text to continue; the tokenizer in the folder reads it
+    tokens: tuple[int, ...] | None = None  # token ids to continue, instead of --prompt; without a tokenizer, prints ids
+    max_new_tokens: int = 64  # maximum number of new tokens; a text may end earlier
+    batch: int = 1  # number of texts, 1 to 16; they differ only with --sample
+    sample: bool = False  # draw tokens instead of taking the most likely one
+    temperature: float = 1.0  # with --sample: above 1 is more random, below 1 less
+    top_k: int | None = None  # with --sample: draw from the k most likely tokens
+    top_p: float | None = None  # with --sample: draw from the likeliest tokens of this total probability
+    seed: int | None = None  # with --sample: the same seed gives the same text
+    device: str = "auto"  # cpu or cuda; auto: cuda if there is a GPU
+    compile: bool = False  # torch.compile the blocks first, which takes seconds; helps on a GPU
+    dense: bool = False  # keep all layers dense, for comparison
+    least: float | None = None  # make layers sparse from this fraction of zeros on, without measuring
 
 
 def run(command: Command) -> None:
@@ -83,7 +83,7 @@ def run(command: Command) -> None:
 
 def _check(command: Command) -> None:
     if (command.prompt is None) == (command.tokens is None):
-        raise ValueError("give --prompt with a text, or --tokens with token ids")
+        raise ValueError("give --prompt with a text or --tokens with token ids, one of the two")
     if command.dense and command.least is not None:
         raise ValueError("--dense keeps all layers dense; leave off --least, or --dense")
     for flag in given(command, "temperature", "top_k", "top_p", "seed") if not command.sample else ():
@@ -96,7 +96,7 @@ def _prompt(command: Command, tokenizer: Any | None) -> list[int]:
     if command.tokens is not None:
         ids = list(command.tokens)
     elif tokenizer is None:
-        raise ValueError(f"{command.path} has no tokenizer that transformers reads; give the prompt as --tokens")
+        raise ValueError(f"{command.path} has no tokenizer that transformers can read; give token ids with --tokens")
     else:
         ids = tokenizer.encode(command.prompt)
     if not ids:

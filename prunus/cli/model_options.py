@@ -17,32 +17,32 @@ class ModelCommand:
 
     name: ClassVar[str]  # after prunus
 
-    model: tyro.conf.Positional[str]  # a Hugging Face folder, a .gguf file, a checkpoint of prunus, or module:function
-    out: Path  # folder to write; it must not exist
-    tokens: Path | None = None  # calibration tokens for a Hugging Face folder (.u16, .bin, .u32 or .npy)
-    eval_tokens: Path | None = None  # held-out tokens for it; without any the last tenth of what calibrates
-    text: Path | None = None  # in place of tokens: text file, or folder of them, read by the model's own tokenizer
-    eval_text: Path | None = None  # held-out text file, or folder of them
-    batches: Path | None = None  # in place of tokens: named arrays (.npz), a row a sample, with labels if there are any
-    eval_batches: Path | None = None  # held-out arrays
-    token_type: TokenType = "auto"  # of raw token files; auto goes by their names
-    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
-    tune: Flag = False  # let every block, then the whole model, learn the outputs of the dense one; slow on a CPU
-    recover: str | None = None  # then learn from the dense model over so many tokens (20M) of the text or tokens
-    calibrate: Literal["tokens", "self"] = "tokens"  # self: on text that the model writes from its start token
-    length: int = 0  # tokens per window; 0 takes 256, or the model's longest
-    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens; of a run as in training
-    seed: int = 0  # which calibration windows
-    batch: int = 0  # rows per pass; 0 takes what memory allows
-    gguf_file: str | None = None  # file in the folder to read the weights from
-    dtype: Dtype = "auto"  # auto keeps the model's own
-    device: str = "cpu"  # cpu or cuda
+    model: tyro.conf.Positional[str]  # Hugging Face folder, .gguf file, checkpoint of prunus train, or module:function
+    out: Path  # new folder to write
+    tokens: Path | None = None  # file of calibration token ids (.u16, .bin, .u32 or .npy)
+    eval_tokens: Path | None = None  # held-out token ids; by default the last tenth of the calibration data
+    text: Path | None = None  # text file or folder, instead of --tokens; the model's tokenizer reads it
+    eval_text: Path | None = None  # held-out text file or folder
+    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --tokens
+    eval_batches: Path | None = None  # held-out .npz file
+    token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
+    start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
+    tune: Flag = False  # train each block, then the whole model, to match the dense outputs; slow on a CPU
+    recover: str | None = None  # then train to match the dense model on this many tokens or samples, such as 20M
+    calibrate: Literal["tokens", "self"] = "tokens"  # self: calibrate on text that the model generates, not on files
+    length: int = 0  # tokens per window; 0: 256, at most the model's maximum
+    eval_windows: int | None = None  # held-out windows; 0: all; default: 128, all of --batches, or as in training
+    seed: int = 0  # seed for choosing calibration windows
+    batch: int = 0  # samples per pass; 0: as many as memory allows
+    gguf_file: str | None = None  # .gguf file in the folder to read weights from
+    dtype: Dtype = "auto"  # data type of the weights; auto: the model's own
+    device: str = "cpu"  # cpu, cuda or cuda:N
     offload: bool = False  # keep the model in main memory, one block at a time on the device
-    every_layer: Flag = False  # show every layer in the table at the end
-    plot: Path | None = None  # .svg or .png file for the chart of the layers, which the folder has too
-    push: str | None = None  # name on the Hugging Face Hub, as user/model, to upload the folder to
-    max_shard_size: str = "5GB"  # largest file, as a number with B, KB, MB or GB; larger models take several
-    private: Flag = False  # make that repository private, if it is new
+    every_layer: Flag = False  # show every layer in the final table
+    plot: Path | None = None  # save the chart of the layers here too (.svg or .png)
+    push: str | None = None  # upload the folder to this Hugging Face Hub repository (user/model)
+    max_shard_size: str = "5GB"  # largest file, in B, KB, MB or GB; larger models are split
+    private: Flag = False  # make a new --push repository private
 
     @property
     def unfinished(self) -> Path:

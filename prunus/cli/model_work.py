@@ -55,7 +55,7 @@ def on_all_ranks(command: ModelCommand) -> None:
         return
     for name in ("recover", "tune", "probe"):
         if getattr(command, name, None) not in (None, False, "none"):
-            raise ValueError(f"--{name} runs in one process here: leave it off, or start one process without torchrun")
+            raise ValueError(f"--{name} runs in one process only: leave it off, or start the command without torchrun")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     device = torch.device(command.device)
     join(device.type == "cuda", timedelta(days=1))  # others wait while the first one measures; torchrun ends them all
@@ -69,7 +69,7 @@ def on_all_ranks(command: ModelCommand) -> None:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "onnection" not in str(error):
             raise
-        raise ValueError("another rank has ended; start the same command again, and it goes on where it was") from error
+        raise ValueError("another rank has ended; repeat the command to continue") from error
 
 
 def is_to_do(command: ModelCommand) -> bool:
@@ -82,7 +82,7 @@ def is_to_do(command: ModelCommand) -> bool:
         check_push(command.push)
     if is_written(command.out / "result.json", command.unfinished, settings_of(command)):
         shutil.rmtree(command.unfinished, ignore_errors=True)
-        print(f"{command.out}: was written already")
+        print(f"{command.out}: already written")
         publish(command)
         return False
     command.check()
@@ -93,7 +93,7 @@ def is_to_do(command: ModelCommand) -> bool:
         number_of(command.recover)
         if command.offload:
             raise ValueError(
-                "--recover trains the whole model on the device; leave off --offload, and recover by itself"
+                "--recover trains the whole model on the device; leave off --offload, or run prunus recover afterwards"
             )
         if command.calibrate == "self":
             raise ValueError("--recover learns from text; give --text, --tokens or --batches, not --calibrate self")
@@ -135,7 +135,7 @@ def loaded(
     """The model with its data, and how it will recover if it will; ``checkpoint`` reads those of ``prunus train``."""
     is_folder = (Path(command.model) / "config.json").is_file()
     if command.needs_whole and is_folder:
-        print(f"{command.model} is held in memory as a whole: {command.needs_whole} needs that.")
+        print(f"{command.model} is held in memory as a whole: {command.needs_whole} needs it.")
     trained = load_trained(source_of(command), checkpoint)
     if trained.note:
         print(trained.note)
@@ -148,7 +148,7 @@ def _recovery(command: ModelCommand, trained: TrainedModel) -> Recover:
     """How the model will learn from the dense one; what that lacks is said before anything is done."""
     if trained.training is None:
         raise ValueError(
-            f"--recover reads --text, --tokens or --batches, which {command.model} does not; recover it in Python: "
+            f"--recover needs --text, --tokens or --batches, and {command.model} reads none; recover it in Python: "
             "prunus.recover(model, teacher=result.dense(), ...)"
         )
     args = training_arguments(command.unfinished / "recovery", torch.device(command.device).type, seed=command.seed)
@@ -232,7 +232,7 @@ def print_written(command: ModelCommand, cost: Cost, recovery: Recovery | None, 
     if recovery is not None:
         print(*str(recovery).splitlines())
     memory = f" with at most {cost.peak_bytes / 2**30:.2f} GiB of memory" if cost.peak_bytes else ""  # if measured
-    print(f"{command.out}: written; {command.model} was {done}{memory} in {cost}")
+    print(f"{command.out}: written; {done} from {command.model}{memory} in {cost}")
 
 
 def publish(command: ModelCommand) -> None:

@@ -18,16 +18,16 @@ Profiles = dict[str, "StepProfile"]
 
 @dataclass(frozen=True)
 class Command:
-    """Say where the time and memory of a training step go, with and without pruning; writes profile.json into --out.
+    """Measure where time and memory go in a training step, with and without pruning; writes profile.json to --out.
 
-    All options of prunus train describe the training. It is measured in the middle of its ramp and not saved.
-    With --compare compile, eager and torch.compile are measured in two fresh processes, equal in all else, and
-    the result is compile.json.
+    The options of prunus train describe the run, which is measured in the middle of its sparsity ramp and not saved.
+    With --compare compile, eager and torch.compile are measured in two fresh processes with otherwise equal settings,
+    and the result is compile.json.
     """
 
-    steps_before: int = 10  # steps before the measurement, which also give the moments something to hold
-    steps_to_measure: int = 20  # steps that are measured
-    compare: Literal["none", "compile"] = "none"  # compile: measure eager and torch.compile
+    steps_before: int = 10  # steps before the measurement, which also fill the optimizer's moments
+    steps_to_measure: int = 20  # steps to measure
+    compare: Literal["none", "compile"] = "none"  # compile: compare eager with torch.compile
     run: Annotated[Run, tyro.conf.arg(name="")] = field(default_factory=lambda: Run(out=Path("runs/profile")))
 
 
@@ -37,9 +37,9 @@ def run(command: Command) -> None:
     from ..lab.profile.measure import Window, measure, without_pruning
 
     if command.run.resume:
-        raise ValueError("a profile measures a run of its own and resumes none; leave --resume off")
+        raise ValueError("a profile starts a run of its own and resumes none; leave off --resume")
     for flag in given(command.run, "track", "eval_every", "eval_size", "save_every", "log_every"):
-        raise ValueError(f"a profile logs, evaluates and saves nothing; leave {flag} off")
+        raise ValueError(f"a profile logs, evaluates and saves nothing; leave off {flag}")
     path = command.run.out / ("profile.json" if command.compare == "none" else "compile.json")
     if path.exists():
         raise ValueError(f"{path} is there already; choose another --out")
@@ -112,10 +112,10 @@ def summary(profile: "StepProfile") -> list[str]:
         every = profile.run.event_period
         often = "at every step of the ramp" if every == 1 else f"once in {every} steps of the ramp"
         often = "once in the run" if profile.has_one_event else often
-        event = f"An event takes {1e3 * profile.event_seconds:.2f} ms more"
+        event = f"A pruning event takes {1e3 * profile.event_seconds:.2f} ms more"
         lines.append(f"{event}, {often}: {profile.event_share:.2%} of the time.")
     if profile.busy is not None:
-        lines.append(f"The GPU worked {profile.busy:.0%} of the time.")
+        lines.append(f"The GPU was busy {profile.busy:.0%} of the time.")
     if profile.compiled:
         lines.append(f"torch.compile: {compile_words(profile.compiled)}.")
     return lines + [f"Note: {note}." for note in profile.notes]

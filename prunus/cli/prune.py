@@ -14,37 +14,39 @@ Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
 class Command(ModelCommand):
     """Prune a trained model, repair the weights that stay, and measure the cost on held-out data.
 
-    Block after block, the solver finds which weights stay and what they must be for the outputs to stay. A named score
-    gives its mask, which is repaired too. Killed, the same command goes on with the next layers.
+    Block by block, the solver chooses which weights stay and changes them to reproduce the dense model's outputs. With
+    --score, the score chooses. If the command is killed, repeat it: it continues with the next layers.
 
-    The probe keeps some of what a score would prune, so the sparsity ends lower, unless tau is target. Its result
-    is compared with the dense model and with the score alone at the same sparsity and scope.
+    A probe keeps some of the weights that the score would prune, so the sparsity is lower, unless --tau is target. The
+    result is compared with the dense model and with the score alone at the same sparsity and scope.
     """
 
     name: ClassVar[str] = "prune"
 
-    score: Score = "auto"  # what makes a weight matter; auto leaves it to the repair, and is wanda without one
-    scope: Scope = "auto"  # where weights are compared with each other; auto is layer, row for wanda, else global
+    # ranks weights, to remove the lowest; auto: the repair chooses, wanda with --probe or --no-repair
+    score: Score = "auto"
+    scope: Scope = "auto"  # weights ranked together; auto: layer if the repair chooses, row for wanda, else global
     sparsity: float = 0.5  # fraction of the prunable weights to remove
-    bits: Bits | None = None  # of each kept weight, which is rounded to so many: the folder is in the small form
-    # how layers share the sparsity; fisher and moments by gradients, moments by those of the training run
+    bits: Bits | None = None  # quantise kept weights to this many bits; writes the small form of prunus export
+    # how layers share the sparsity; fisher: by gradients, moments: by Adam's moments in a checkpoint
     allocate: Literal["uniform", "depth", "erk", "fisher", "moments"] = "uniform"
-    no_repair: Flag = False  # leave the weights that stay as they are
-    repair_probe: Flag = False  # repair the masks of a probe too
-    targets: Literal["dense", "own"] = "dense"  # reproduce the dense model's outputs, or those of each layer by itself
-    damping: float | None = None  # how near weights stay to their dense values; by default from the number of tokens
-    probe: Literal["none", "sequential", "block", "joint"] = "none"  # schedule of the probe
-    tau: str = "1.0"  # allowed increase of the gradient: a number, adaptive, or target
-    order: Literal["reverse", "forward"] = "reverse"  # in which weights or blocks are probed
-    reduction: float = 0.1  # factor that candidates are multiplied by
-    zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates that have no gradient
-    samples: int | None = None  # calibration windows; by default up to 128 for a repair, else up to 32
-    include: tuple[str, ...] = ()  # patterns of weights to prune as well
-    exclude: tuple[str, ...] = ()  # patterns of weights to leave dense
-    only: tuple[str, ...] = ()  # patterns of the weights to prune, and no others
-    checkpointing: bool = False  # run blocks again for the backward instead of keeping their activations
-    memory: str | None = None  # for activations of the samples, as 4GB; what is beyond goes to a file beside the output
-    dry_run: Flag = False  # say what it will take, from a trial on the first block, and stop
+    no_repair: Flag = False  # do not change the weights that stay
+    repair_probe: Flag = False  # also repair after a probe
+    targets: Literal["dense", "own"] = "dense"  # outputs to match: the dense model's, or those of each layer by itself
+    damping: float | None = None  # how strongly weights stay near their dense values; default: by number of tokens
+    # gradient probe of one matrix after another, block by block, or all at once
+    probe: Literal["none", "sequential", "block", "joint"] = "none"
+    tau: str = "1.0"  # allowed relative growth of a gradient: a number, adaptive, or target
+    order: Literal["reverse", "forward"] = "reverse"  # order in which matrices or blocks are probed
+    reduction: float = 0.1  # factor that scales the candidates during the probe
+    zero_gradient: Literal["prune", "keep"] = "prune"  # what to do with candidates whose gradient is zero
+    samples: int | None = None  # calibration windows; default: up to 128 with repair, else up to 32
+    include: tuple[str, ...] = ()  # globs of weight names to prune as well
+    exclude: tuple[str, ...] = ()  # globs of weight names to leave dense
+    only: tuple[str, ...] = ()  # globs of weight names: prune no others
+    checkpointing: bool = False  # recompute blocks in the backward instead of keeping activations
+    memory: str | None = None  # main memory for activations, such as 4GB; the rest goes to a file beside --out
+    dry_run: Flag = False  # estimate memory and time from a trial on the first block, and stop
     profile: bool = False  # report where time and memory went, and what to change
 
     @property
@@ -86,16 +88,16 @@ class Command(ModelCommand):
 
     def check(self) -> None:
         if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {self.sparsity}")
+            raise ValueError(f"sparsity must lie in [0, 1), such as 0.5 for half, got {self.sparsity}")
         if self.scope == "2:4" and self.sparsity != 0.5:
-            mend = "leave off --sparsity, or take --scope row"
+            mend = "leave off --sparsity, or use --scope row"
             raise ValueError(f"--scope 2:4 removes half, not {self.sparsity}; {mend}")
         if self.scope == "2:4" and self.probe != "none":
             # 2:4 has one sparsity, so the score alone could not be compared with a probe, which prunes less
-            raise ValueError("--scope 2:4 removes half and --probe less than that; leave one off, or take --scope row")
+            raise ValueError("--scope 2:4 removes half, --probe less than that; leave one off, or use --scope row")
         if self.bits is not None and self.probe != "none":
             raise ValueError(
-                f"--bits does not go with --probe; prune, then quantise: prunus export {self.out} --bits {self.bits}"
+                f"--bits does not work with --probe; prune, then quantise: prunus export {self.out} --bits {self.bits}"
             )
         if self.memory is not None:
             size_in_bytes(self.memory)
@@ -104,9 +106,9 @@ class Command(ModelCommand):
         for flag in given(self, *OF_REPAIR) if not self.repairs else ():
             raise ValueError(f"without a repair nothing reads {flag}; leave it off")
         if self.allocate != "uniform" and self.chosen_scope != "layer":
-            raise ValueError(f"--allocate {self.allocate} spreads the sparsity over layers; take --scope layer")
+            raise ValueError(f"--allocate {self.allocate} spreads the sparsity over layers; use --scope layer")
         if self.allocate in ("fisher", "moments") and self.probe != "none":
-            raise ValueError(f"--allocate {self.allocate} does not go with --probe; leave one off")
+            raise ValueError(f"--allocate {self.allocate} does not work with --probe; leave one off")
 
 
 OF_PROBE = ("tau", "order", "reduction", "zero_gradient", "repair_probe")

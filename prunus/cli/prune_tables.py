@@ -16,17 +16,17 @@ from .console import print, table_of, wide_console
 GIB = 2**30
 PARTS = {
     "scores": "input norms or gradients, and the choice of candidates",
-    "forwards": "passes over the samples, dense and pruned",
-    "grams": "products of the layers' inputs",
+    "forwards": "forward passes over the samples, dense and pruned",
+    "grams": "Gram matrices of the layers' inputs",
     "factorisations": "inverses of Gram matrices",
-    "iterations": "which weights stay",
-    "refine": "what the weights that stay must be",
-    "bits": "kept weights rounded to few bits",
-    "tune": "blocks tuned to the dense model's outputs",
-    "batch norms": "statistics renewed",
-    "inspection": "what can be batched and skipped in this model",
-    "records": "gradients before and after the reduction, and the decisions",
-    "evaluation": "held-out data",
+    "iterations": "choosing which weights stay",
+    "refine": "solving for the weights that stay",
+    "bits": "quantising the kept weights",
+    "tune": "training to match the dense model's outputs",
+    "batch norms": "updating batch-norm statistics",
+    "inspection": "finding what can be batched or skipped in this model",
+    "records": "the probe: gradients before and after the reduction, and decisions",
+    "evaluation": "measuring on held-out data",
     "other": "everything else",
 }
 
@@ -64,28 +64,32 @@ def advice(profile: Profile) -> list[str]:
     found = []
     if profile.halved:
         times = "once" if profile.halved == 1 else f"{profile.halved} times"
-        found.append(f"Memory ran out {times}; --batch {profile.rows} starts with what fitted in the end.")
+        found.append(f"Memory ran out {times}; --batch {profile.rows} starts with the size that fitted in the end.")
     if profile.rows == 1 and profile.halved:
-        found.append(f"One row per pass is the minimum: {_room(profile)} leave more room.")
+        found.append(f"One row per pass is the minimum: {_room(profile)} frees memory.")
     if profile.checkpointing and not profile.halved:
-        found.append("Checkpointing was not needed: leave it out, or take more rows per pass (--batch).")
+        found.append("Checkpointing was not needed: leave it off, or use more rows per pass (--batch).")
     roomy = profile.left_bytes > profile.used_bytes
     if profile.device.startswith("cuda") and profile.rows and roomy and not profile.halved:
         found.append(f"More memory is left than was used: --batch {2 * profile.rows} or more fills the GPU better.")
     elif profile.utilisation is not None and profile.utilisation < 0.7:
         found.append("The GPU waits for the host: longer windows (--length) or more rows per pass (--batch) help.")
     if profile.share("evaluation") > 0.5:
-        found.append("Most of the time went into held-out data: --eval-windows takes fewer of them.")
+        found.append("Most of the time went into evaluation: fewer --eval-windows cost less.")
     if profile.share("inspection") > 0.25:
-        found.append("The inspection of the model shows because the rest is short; it is done once.")
+        found.append("Inspecting the model took a large share because the rest was short; it is done once.")
     if profile.share("records") > 0.5 and profile.schedule == "sequential":
-        found.append("Gradients are recorded for one weight at a time: --probe block takes far fewer passes, "
-                     "and decides a little differently.")  # fmt: skip
+        found.append("Gradients are recorded for one matrix at a time: --probe block needs far fewer passes, "
+                     "and decides slightly differently.")  # fmt: skip
     if profile.share("scores") > 0.5 and profile.schedule == "none":
-        found.append("Most of it is passes over the samples: fewer or shorter ones (--samples, --length) cost less.")
+        found.append(
+            "Most of the time went into passes over the samples: fewer or shorter ones (--samples, --length) cost less."
+        )
     if profile.device == "cpu":
         threads = torch.get_num_threads()
-        found.append(f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: --device cuda where there is one.")
+        found.append(
+            f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU."
+        )
     return found or ["Nothing stands out: time and memory go where they should."]
 
 
@@ -143,11 +147,11 @@ def models_table(models: Mapping[str, Mapping[str, float]], metric: str) -> Tabl
 
 
 def _zero_already(asked: float, result: Result) -> str:
-    said = f"{result.sparsity_before:.4%} were zero already"
+    said = f"{result.sparsity_before:.4%} of the prunable weights were already zero"
     if result.sparsity_before > asked:
-        return f"{said}, more than the {asked:.4%} asked for; none comes back"
+        return f"{said}, more than the {asked:.4%} requested; all of them stay zero"
     if result.sparsity > asked:
-        why = "the count holds for each row, layer or group of the scope, and none of them gets a zero back"
+        why = "zeros stay zero, and each row, layer or group of --scope is counted by itself"
         return f"{said}; {result.sparsity:.4%} are zero now, not {asked:.4%}: {why}"
     return said
 
@@ -173,7 +177,7 @@ def _kinds(layers: Sequence[Layer], width: int, *, is_recovered: bool = False) -
         num_pruned = sum(layer.num_pruned for layer in alike)
         cells = {"layers": kind, "number": str(len(alike)), "weights pruned": f"{num_pruned:,}"}
         rows.append(cells | {"sparsity": _spread(alike)} | _means(alike, errors))
-    title = "what was pruned, by kind of layer (--every-layer shows every one)"
+    title = "pruned weights by kind of layer (--every-layer shows each layer)"
     return _fitting_table(title, rows, width, ("worst", "number", "weights pruned", "sparsity", "error, mask alone"))
 
 
@@ -191,7 +195,7 @@ def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], wi
         }
         cells = {"layers": kind, "number": str(len(alike)), "sparsity": _spread(alike)}
         rows.append(cells | _means(alike, errors) | sizes)
-    title = f"what was quantised to {max(layer.bits or 0 for layer in layers)} bits, by kind of layer"
+    title = f"weights quantised to {max(layer.bits or 0 for layer in layers)} bits, by kind of layer"
     return _fitting_table(title, rows, width, ("worst", "number", "bytes before", "sparsity"))
 
 
@@ -244,12 +248,12 @@ def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
         rows.append((layer.name, "x".join(map(str, layer.shape)), *cells, *figures))
     before, after = (["weights proposed"], ["no gradient", "not finite", "tau"]) if is_probed else ([], [])
     headings = ("layer", "shape", *before, "weights pruned", "sparsity", *after, *errors)
-    return table_of("what was pruned in each layer", headings, rows)
+    return table_of("pruned weights in each layer", headings, rows)
 
 
 def print_profile(profile: Profile) -> None:
     """Where time and memory went, and what to change."""
-    headings = ("what", "how much", "meaning")
+    headings = ("part", "cost", "meaning")
     wide_console().print(table_of("where time and memory went", headings, table_rows(profile), texts=("meaning",)))
     print(*advice(profile))
 
@@ -266,5 +270,5 @@ def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
     if profile.checkpointing:
         rows.append(("checkpointing", "yes", "blocks after the probed one ran again for the backward"))
     if profile.utilisation is not None:
-        rows.append(("GPU busy", f"{profile.utilisation:.0%}", "of the time, as the driver says"))
+        rows.append(("GPU busy", f"{profile.utilisation:.0%}", "of the time, according to the driver"))
     return rows

@@ -58,7 +58,7 @@ def work(command: Command, team: Team) -> None:
     if command.bits is not None and saved is not None:
         print_bits(command, command.bits, outcome.in_bits.level, saved)
     if outcome.score == "wanda" and command.scope == "global":
-        print("One threshold for all layers suits wanda badly: on small GPTs it was far worse than by rows.")
+        print("Wanda suits a threshold for each row (--scope row): one for all layers was far worse on small GPTs.")
     print_written(command, outcome.result.cost, outcome.recovery, "pruned")
     if outcome.profile is not None:
         print_profile(outcome.profile)
@@ -79,13 +79,13 @@ def _pruned(command: Command, team: Team) -> Outcome | None:
     if command.allocate == "moments" and not trained.moments:
         raise ValueError(
             f"--allocate moments reads Adam's second moments, and {command.model} has none: they are in a checkpoint "
-            "of prunus that was trained with Adam; take --allocate fisher"
+            "of prunus train with an Adam optimizer; use --allocate fisher"
         )
     settings |= {"moments": trained.moments} if command.allocate == "moments" else {}
     if command.bits is not None and not command.sparsity:
         warn_if_dense(command, trained.model)
     if command.bits is None and on_grids(trained.model):
-        print(f"{command.model} is in few bits; what is pruned is written in full size without --bits.")
+        print(f"{command.model} is quantised; without --bits the pruned model is written in full size.")
     began, measure = time.perf_counter(), Measure(command, trained, team)
     with sampled(utilisation_reader(torch.device(command.device)) if command.profile else None) as busy:
         rows = {"dense": measure()}
@@ -174,10 +174,10 @@ def _dry_run(command: Command) -> None:
     disk = disk_offload_of(trained.model)
     if disk is None:
         times = 3.4 if command.repairs else 2.4
-        print(f"{command.model} is held in memory as a whole: needs about {in_units(round(times * num_bytes))} of it")
+        print(f"{command.model} is held in memory as a whole: it needs about {in_units(round(times * num_bytes))}")
         return
     sizes = list(map(disk.num_bytes, disk.blocks))
-    windows = f"; {len(calibration.samples)} samples to calibrate on" if calibration.has_batches else ""
+    windows = f"; {len(calibration.samples)} calibration samples" if calibration.has_batches else ""
     print(f"{command.model}: {len(sizes)} blocks of at most {in_units(max(sizes))}{windows}")
     needs = needs_of(calibration, disk, repairs=command.repairs)
     print(f"It {needs}: {', '.join(f'{part} {in_units(size)}' for part, size in needs.parts.items() if size)}")
@@ -201,6 +201,6 @@ def _try_first_block(command: Command, trained: TrainedModel, num_blocks: int) -
         except FirstBlockDone:
             total = progress.before + progress.seconds * num_blocks
             print(
-                f"The first block took {progress.seconds:.1f} s, after {progress.before:.1f} s to begin: about "
-                f"{total / 60:.1f} minutes for {num_blocks} blocks, and the evaluation"
+                f"The first block took {progress.seconds:.1f} s, after {progress.before:.1f} s of preparation: about "
+                f"{total / 60:.1f} minutes for all {num_blocks} blocks, plus the evaluation"
             )

@@ -77,7 +77,7 @@ def _loaded(command: Quantising) -> TrainedModel:
     if command.has_data:
         return loaded(command, from_checkpoint)[0]
     trained = load_without_data(source_of(command), Path(command.model))
-    print("Each weight is rounded to the nearest value; calibrated, with --text, --tokens or --batches, it loses less.")
+    print("Each weight is rounded to the nearest value; calibration with --text, --tokens or --batches loses less.")
     return trained
 
 
@@ -94,8 +94,8 @@ def warn_if_dense(command: ModelCommand, model: nn.Module) -> None:
     """Name the tools for dense models in few bits, for which there is no small file here."""
     if not sparsity_report(command, model).sparsity:
         print(
-            f"{command.model} has no zeros: for dense models in few bits use torchao, llm-compressor or llama.cpp.",
-            "It is quantised to be compared; the file will not be smaller than without --bits.",
+            f"{command.model} has no zeros: to quantise dense models, use torchao, llm-compressor or llama.cpp.",
+            "It is quantised for comparison; its file is not smaller than without --bits.",
         )
 
 
@@ -107,4 +107,4 @@ def print_bits(command: ModelCommand, bits: int, level: Level, saved: Saved) -> 
         print(f"{bits} bits a kept weight{of}; with masks and scales {level.bits_a_weight:.2f} bits a weight")
     print(f"{command.out}: {dense:,} bytes of weights became {size:,} ({size / max(1, dense):.4f})")
     if not any((command.out / name).is_file() for name in ("config.json", "run.json")):
-        print(f"Make the model, then load it: {LOAD_STATE.format(folder=command.out)}")
+        print(f"Build the model, then load the weights: {LOAD_STATE.format(folder=command.out)}")

@@ -33,38 +33,38 @@ DAY = 24 * 3600  # seconds that ranks wait for the first one, which tokenises
 
 @dataclass(frozen=True)
 class Command:
-    """Let a pruned model learn from the dense one; its zeros stay exactly where they are.
+    """Train a pruned model to match the dense one; its zeros stay exactly where they are.
 
-    It reads text, tokens or named arrays, and learns the teacher's predictions on them. The last tenth of the data, or
-    the data of --eval-text, is held out to measure both. Killed, the same command goes on from its last checkpoint.
+    The model learns the teacher's predictions on text, tokens or named arrays. Both are measured on the last tenth of
+    the data, or on --eval-text. If the command is killed, repeat it: it continues from its last checkpoint.
     On several GPUs: torchrun --nproc-per-node 8 -m prunus recover ...
     """
 
     model: tyro.conf.Positional[Path]  # Hugging Face folder of the pruned model
-    teacher: Path  # folder or .gguf file of the dense model
-    out: Path  # folder to write; it must not exist
-    text: Path | None = None  # text to learn from: a file, or a folder of files
-    tokens: Path | None = None  # in place of text: tokens (.u16, .bin, .u32 or .npy)
-    batches: Path | None = None  # in place of text: named arrays (.npz), a row a sample, with labels if there are any
-    eval_text: Path | None = None  # held-out text
-    eval_tokens: Path | None = None  # held-out tokens
-    eval_batches: Path | None = None  # held-out arrays
-    budget: str = "20M"  # tokens to learn from in all, or samples of arrays: 500k, 20M, 1B
-    lr: float | None = None  # learning rate; without it by three short trials
-    hard: float = 0.0  # weight of the text's cross-entropy beside the teacher's predictions
-    train: tuple[str, ...] = ()  # patterns of the parameters that learn, and no others
-    length: int = 0  # tokens per window; 0 takes 512, or the model's longest
-    batch: int = 0  # windows or samples per pass; 0 takes about 8,192 tokens on a GPU, 2,048 on a CPU, or 32 samples
-    step_tokens: int = 0  # tokens (or samples) of a step; 0 takes 49,152 (128), fewer where the budget is small
-    eval_windows: int | None = None  # held-out windows; 0 takes all, by default 128 of tokens
-    token_type: TokenType = "auto"  # of raw token files; auto goes by their names
-    start_token: StartToken = "auto"  # open every window with it; auto: as the tokenizer does to text
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun; auto is ddp
+    teacher: Path  # dense model: Hugging Face folder or .gguf file
+    out: Path  # new folder to write
+    text: Path | None = None  # text to train on: a file or folder
+    tokens: Path | None = None  # training token ids, instead of --text (.u16, .bin, .u32 or .npy)
+    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --text
+    eval_text: Path | None = None  # held-out text file or folder
+    eval_tokens: Path | None = None  # held-out token ids
+    eval_batches: Path | None = None  # held-out .npz file
+    budget: str = "20M"  # tokens (or samples) to train on in total: 500k, 20M, 1B
+    lr: float | None = None  # learning rate; default: from three short trials, or 0.001 below 300 steps
+    hard: float = 0.0  # weight of the data's cross-entropy, added to the teacher loss
+    train: tuple[str, ...] = ()  # globs of parameter names: train no others
+    length: int = 0  # tokens per window; 0: 512, at most the model's maximum
+    batch: int = 0  # windows or samples per pass; 0: about 8,192 tokens (on a CPU 2,048) or 32 samples
+    step_tokens: int = 0  # tokens (or samples) per optimizer step; 0: 49,152 (128), fewer for a small budget
+    eval_windows: int | None = None  # held-out windows; 0: all; default: 128, for --batches all
+    token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
+    start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # under torchrun: replicate or shard the model; auto: ddp
     offload_teacher: Flag = False  # keep the teacher in main memory, one block at a time on the device
-    compile: Flag = False  # compile the blocks of both models
-    bf16: bool | None = None  # products in bfloat16; by default on GPUs that have them
-    seed: int = 0  # order of the windows
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a GPU where there is one
+    compile: Flag = False  # torch.compile the blocks of both models
+    bf16: bool | None = None  # train with bfloat16 autocast; default: on GPUs that have it
+    seed: int = 0  # seed for the order of the windows
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
 
     @property
     def unfinished(self) -> Path:
@@ -76,7 +76,7 @@ def run(command: Command) -> None:
     settings = plain(asdict(command))
     if is_written(command.out / "recovery.json", command.unfinished, settings):  # killed after the result was in place
         shutil.rmtree(command.unfinished, ignore_errors=True)
-        print(f"{command.out}: was written already")
+        print(f"{command.out}: already written")
         return
     check(command)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers, between ours
@@ -110,15 +110,21 @@ def check(command: Command) -> None:
     number_of(command.budget)
     check_new_folder(command.out)
     if not (command.model / "config.json").is_file():
-        raise ValueError(f"{command.model} is no Hugging Face folder: it has no config.json; give a pruned model's")
+        raise ValueError(
+            f"{command.model} is not a Hugging Face folder: it has no config.json; give the folder of a pruned model"
+        )
     is_gguf = command.teacher.suffix == ".gguf" and command.teacher.is_file()
     if not is_gguf and not (command.teacher / "config.json").is_file():
-        raise ValueError(f"--teacher {command.teacher} is neither a Hugging Face folder nor a .gguf file")
+        raise ValueError(
+            f"--teacher {command.teacher} is neither a Hugging Face folder nor a .gguf file; give the dense model"
+        )
     if command.teacher.resolve() == command.model.resolve():
         raise ValueError(f"--teacher {command.teacher} is the pruned model itself; give the dense one")
     check_not_negative(command, "length", "batch", "step_tokens", "eval_windows")
     if command.parallel != "auto" and "RANK" not in os.environ:
-        raise ValueError(f"--parallel {command.parallel} is for several processes: torchrun ... -m prunus recover")
+        raise ValueError(
+            f"--parallel {command.parallel} needs several processes: torchrun --nproc-per-node N -m prunus recover ..."
+        )
 
 
 def _arguments(command: Command) -> Any:
@@ -145,8 +151,8 @@ def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
         if own is not None and other is not None and own.get_vocab() != other.get_vocab():
             sizes = f"{len(own):,} and {len(other):,}"
             raise ValueError(
-                f"{command.model} and {command.teacher} have different tokenizers, of {sizes} tokens: a student learns "
-                "from the model that it was pruned from"
+                f"{command.model} and {command.teacher} have different tokenizers, of {sizes} tokens: as --teacher, "
+                "give the model that was pruned"
             )
     cache = TokenCache(command.unfinished, number_of(command.budget) * 10 // 9)
     known = {name: getattr(command, name) for name in OF_DATA}

@@ -58,5 +58,5 @@ def recovered(command: Any, trained: TrainedModel, teacher: nn.Module, args: Any
     how |= {"held_out": held_out, "accumulate": options.accumulate, "state": args.output_dir, "args": args}
     rounds = options.steps * options.accumulate * args.world_size / len(batches)
     if args.process_index == 0 and rounds > 1.5:
-        print(f"The data is read {rounds:.1f} times: more text, or a smaller budget, may recover more.")
+        print(f"The data is read {rounds:.1f} times: more data or a smaller --budget may recover more.")
     return recover(trained.model, teacher, batches, steps=options.steps, **how)

@@ -10,10 +10,10 @@ from .console import print
 
 @dataclass(frozen=True)
 class Command:
-    """One HTML page of a run, a study or a model; it opens from disk and loads nothing from elsewhere."""
+    """Write one HTML page about a run, a study or a model; it opens from disk and needs no network."""
 
-    folder: tyro.conf.Positional[Path]  # of a run, of runs, of a study, or of a pruned or recovered model
-    out: Path | None = None  # where to write the page; without it report.html in the folder
+    folder: tyro.conf.Positional[Path]  # folder of a run, several runs, a study, or a pruned or recovered model
+    out: Path | None = None  # file to write; default: report.html in FOLDER
 
 
 def run(command: Command) -> None:

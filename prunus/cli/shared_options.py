@@ -35,7 +35,7 @@ def check_new_folder(out: Path) -> None:
         raise ValueError(f"{out} is there already; choose another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ValueError(f"{out} cannot be written: {above} is no folder that you may write to")
+        raise ValueError(f"{out} cannot be written: {above} is not a folder that you can write to")
 
 
 def number_of(budget: str) -> int:
@@ -48,7 +48,7 @@ def number_of(budget: str) -> int:
     except (ValueError, OverflowError):
         number = 0
     if number < 1:
-        raise ValueError(f"a budget is a number of tokens, as 500k, 20M or 1B, got {budget!r}")
+        raise ValueError(f"a budget is a number of tokens, such as 500k, 20M or 1B, got {budget!r}")
     return number
 
 
@@ -57,7 +57,7 @@ def size_in_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMG]?)B?\s*", text.upper())
     size = int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]) if match else 0
     if size < 1:
-        raise ValueError(f"a size is a positive number with B, KB, MB or GB, as in 5GB; got {text!r}")
+        raise ValueError(f"a size is a positive number with B, KB, MB or GB, such as 5GB, got {text!r}")
     return size
 
 

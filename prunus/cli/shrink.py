@@ -15,25 +15,25 @@ WANTED = ("size", "neurons", "heads", "layers", "experts", "multiple")
 
 @dataclass(frozen=True, kw_only=True)
 class Command(ModelCommand):
-    """Make a trained model smaller: an ordinary model of its class, which runs without Prunus.
+    """Make a trained model smaller; the result is an ordinary model of its class and runs without Prunus.
 
-    Give --size, the share of the blocks' weights that stays, or say what goes: --neurons, --heads, --layers, --experts,
-    each a fraction (0.25) or a number (4). What goes is chosen on calibration samples, block after block, and the
-    weights that read the rest are solved anew. Killed, the same command goes on with the next layers.
+    Give --size, the fraction of the blocks' weights to keep, or what to remove, as a fraction (0.25) or a number (4):
+    with --neurons, --heads, --layers or --experts. Calibration samples decide what is removed, block by block, and the
+    weights that read the rest are solved again. If the command is killed, repeat it: it continues.
     """
 
     name: ClassVar[str] = "shrink"
 
-    model: tyro.conf.Positional[str]  # a Hugging Face folder, a .gguf file, or module:function
-    size: float | None = None  # share of the blocks' weights that stays; with --heads 0 all heads stay
-    neurons: int | float | None = None  # to remove from each MLP, or channels from each block of a ResNet
-    heads: int | float | None = None  # groups to remove from each attention: a key and value head with its query heads
+    model: tyro.conf.Positional[str]  # Hugging Face folder, .gguf file, or module:function
+    size: float | None = None  # fraction of the blocks' weights to keep; add --heads 0 to keep all heads
+    neurons: int | float | None = None  # neurons to remove from each MLP, or channels from each ResNet block
+    heads: int | float | None = None  # head groups (a key-value head and its query heads) to remove from each layer
     layers: int | float | None = None  # whole layers to remove
-    experts: int | float | None = None  # to remove from each layer
-    multiple: int = 1  # round the neurons that stay down to a multiple, as 64
-    split: Literal["even", "measured"] = "even"  # measured: try mixtures of depth and width for --size, keep the best
-    targets: Literal["own", "dense"] = "own"  # reproduce the outputs of each layer by itself, or the dense model's
-    samples: int | None = None  # calibration windows; by default up to 512
+    experts: int | float | None = None  # experts to remove from each layer
+    multiple: int = 1  # round the number of kept neurons down to a multiple of this
+    split: Literal["even", "measured"] = "even"  # measured: try mixes of fewer and narrower layers, keep the best
+    targets: Literal["own", "dense"] = "own"  # outputs to match: those of each layer by itself, or the dense model's
+    samples: int | None = None  # calibration windows; default: up to 512
 
     @property
     def on_disk(self) -> bool:
@@ -63,9 +63,11 @@ class Command(ModelCommand):
 
         wanted = {name: getattr(self, name) for name in WANTED}
         if all(value is None for name, value in wanted.items() if name != "multiple"):
-            raise ValueError("say how much stays, --size 0.7, or what goes: --neurons, --heads, --layers or --experts")
+            raise ValueError(
+                "give the fraction to keep, --size 0.7, or what to remove: --neurons, --heads, --layers or --experts"
+            )
         if self.split == "measured" and (self.size is None or self.layers is not None):
-            raise ValueError("--split measured divides a size into depth and width; give --size and no --layers")
+            raise ValueError("--split measured divides --size into depth and width; give --size and leave off --layers")
         for flag in given(self, "plot", "multiple") if not Wanted(**wanted).has_width else ():
             raise ValueError(f"without --size, --neurons or --heads nothing reads {flag}; leave it off")
 

@@ -56,7 +56,7 @@ def work(command: Command, team: Team) -> None:
         write_folder(command, outcome.model, figures, sizes=sizes, removed=outcome.result.removed)
     _print_result(outcome, every_layer=command.every_layer)
     if not (command.out / "config.json").is_file():
-        print("The weights have the shapes of the smaller model: build its class with them before load_state_dict.")
+        print("The weights have the smaller model's shapes: build the model with these before load_state_dict.")
     print_written(command, outcome.result.cost, outcome.recovery, "shrunk")
     publish(command)
 
@@ -64,8 +64,8 @@ def work(command: Command, team: Team) -> None:
 def _no_checkpoint(source: ModelSource) -> TrainedModel | None:
     if (path := checkpoint_of(Path(source.model))).exists():
         raise ValueError(
-            f"{path} is a checkpoint of prunus train, whose class is built anew from the recipe, so that a smaller one "
-            "could not be loaded again; shrink the model in Python: prunus.shrink(model, batches, size=0.7)"
+            f"{path} is a checkpoint of prunus train, which rebuilds the model from its settings and could not load a "
+            "smaller one; shrink the model in Python: prunus.shrink(model, batches, size=0.7)"
         )
     return None
 
@@ -168,7 +168,7 @@ def _layers(layers: Sequence[ShrunkLayer], *, every_one: bool) -> Table:
         errors = ("" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error))
         units = {"heads": "head groups"}.get(layer.kind, layer.kind)
         rows.append((layer.name, units, f"{len(layer.kept):,} of {layer.num:,}", *errors))
-    headings = ("layer", "units", "stay", "error, old values", "error")
+    headings = ("layer", "units", "kept", "error before solving", "after")
     return table_of(f"relative error of the outputs of {which}", headings, rows)
 
 
@@ -185,7 +185,7 @@ def _experts(layers: Sequence[ExpertLayer], *, every_one: bool) -> Table:
         number = f"{len(layer.dropped)} of {len(layer.importance)}"
         rows.append((layer.name, number, listed(layer, layer.dropped), shown))
     title = "removed experts (importance: router weight times norm of output, mean over tokens)"
-    texts = ("removed", "importance of those that stay")
+    texts = ("removed", "importance of the kept ones")
     return table_of(title, ("layer", "number", *texts), rows, texts=texts)
 
 

@@ -34,32 +34,32 @@ Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Command:
-    """Compare scores, or any other choice, fairly: every arm at every sparsity with every seed, from one base run.
+    """Compare scores or other settings: train every arm, a change to one base run, at every sparsity with every seed.
 
-    The same command again continues with what is not finished; more arms, sparsities or seeds extend the study.
-    prunus study merge A B --out C joins studies of several machines, prunus study show A prints the table,
-    prunus study page A writes it as Markdown into A/results.md (of several studies, into --page).
+    Repeat the command to continue what is not finished; more arms, sparsities or seeds extend the study.
+    prunus study merge A B --out C joins studies from several machines, prunus study show A prints the table,
+    prunus study page A writes it as Markdown to A/results.md (for several studies, to --page).
     """
 
-    words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, and the folders of studies
-    base: Path | None = None  # TOML file with fields of a run, and [[arm]] tables with their names and fields
-    preset: PresetName | None = None  # a base and arms by name; --data says what it reads; rates needs none
+    words: tyro.conf.Positional[tuple[str, ...]] = ()  # merge, show or page, then study folders
+    base: Path | None = None  # TOML file: fields of the base run, and [[arm]] tables with a name and changed fields
+    preset: PresetName | None = None  # named base run and arms; all but rates need --data
     scores: str = ""  # scores to compare, separated by commas; dense, random and magnitude are always included
     arm: Texts = ()  # another arm, as "name: field=value field=value"; may be repeated
-    only: str = ""  # run only these arms, separated by commas, and the controls
-    sparsity: str = ""  # fractions to remove, separated by commas; default: those of the preset or the study, or 0.5
-    seeds: str = ""  # how many, or which ones ("0,1"; "2," is seed 2 alone); default: 3 in a new study
-    field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base, as field=value; may be repeated
+    only: str = ""  # run only these arms, separated by commas, and the controls: dense, random, magnitude
+    sparsity: str = ""  # fractions to remove, separated by commas; default: from the preset or the study, or 0.5
+    seeds: str = ""  # number of seeds, or a list ("0,1"; "2," is seed 2 alone); default: 3 in a new study
+    field: Annotated[Texts, tyro.conf.arg(name="set")] = ()  # a field of the base run, as field=value; may be repeated
     data: str | None = None  # data of the base run, as for prunus train
     validation: Path | None = None  # held-out file of the base run
     out: Path = Path("study")  # folder of the study
-    devices: str = ""  # GPUs by number, or cpu, separated by commas, one worker on each; default: every GPU
-    time_limit: float = 0.0  # seconds; runs that would not end in time are not started; 0: no limit
-    save_every: int = 0  # steps from one checkpoint to the next, to resume an interrupted run; 0: none
+    devices: str = ""  # GPU numbers or cpu, separated by commas, one worker each; default: every GPU
+    time_limit: float = 0.0  # limit in seconds; runs that would exceed it are not started; 0: no limit
+    save_every: int = 0  # steps between checkpoints, from which interrupted runs resume; 0: none
     keep_checkpoints: bool = False  # keep the last checkpoint of every run
-    slim: bool = False  # merge: keep all runs in one file, runs.jsonl, without masks, with fewer points in curves
-    page: Path | None = None  # page: Markdown file to write; of one study, results.md in its folder
-    dry_run: bool = False  # print the plan and an estimate of the time, and train nothing
+    slim: bool = False  # with merge: all runs in one file, runs.jsonl, without masks, with thinned curves
+    page: Path | None = None  # with page: Markdown file to write; default for one study: its results.md
+    dry_run: bool = False  # print the plan and the estimated time, train nothing
 
 
 def run(command: Command) -> None:
@@ -125,7 +125,7 @@ def _run(command: Command, started: float) -> None:
         ended, failed = folder.ended(), folder.failures()
         left = [c for c in set(plan.owners.values()) if key_of(plan.run_of(c)) not in ended and c.folder not in failed]
         if left:
-            print(f"runs left: {len(left)}, which would not have ended in time; the same command continues")
+            print(f"runs left: {len(left)}, which would have exceeded --time-limit; the same command continues")
     if values["failed"] or not all_ended_well:
         raise SystemExit(1)
 
@@ -229,5 +229,7 @@ def print_plan(folder: Folder, plan: StudyPlan) -> None:
             seconds, unknown = seconds + (expected or 0.0), unknown or expected is None
     wide_console().print(table)
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
-    seconds_left = "no run is done yet on this machine to judge the time by" if unknown else f"at most {seconds:,.0f} s"
+    seconds_left = (
+        "the time is unknown until a run has finished on this machine" if unknown else f"at most {seconds:,.0f} s"
+    )
     print(f"left to do: {left:,} examples{tokens}; {seconds_left}")

@@ -50,7 +50,7 @@ def devices_of(text: str) -> list[str]:
         raise ValueError(f"--devices takes numbers of GPUs or cpu, separated by commas, got {wrong[0]!r}")
     limit = torch.cuda.device_count()
     if wrong := [name for name in names if name != "cpu" and int(name) >= limit]:
-        raise ValueError(f"--devices names GPU {wrong[0]}, but {limit} are visible")
+        raise ValueError(f"--devices names GPU {wrong[0]}, but the number of visible GPUs is {limit}")
     if not names:
         raise ValueError("--devices names no device; give numbers of GPUs or cpu, separated by commas")
     return [name if name == "cpu" or not visible else visible[int(name)] for name in names]

@@ -31,12 +31,12 @@ def examine(
     allow: str | Sequence[str] = (),
     strict: bool = False,
 ) -> Diagnosis:
-    """What the model or checkpoint at ``path`` is, and where it is not what it promises.
+    """Check the model or checkpoint at ``path``, and return what it is and what is wrong with it.
 
-    ``sparsity`` and ``pattern`` (``global``, ``layer``, ``row`` or ``N:M``) are what was asked for, ``masks`` is a file
-    of masks. Globs over names: ``include`` adds to the weights that are pruned by default, ``only`` restricts them to
-    what it matches, and ``exclude`` wins. Findings of the kinds in ``allow`` become notes. Dead rows and columns are
-    warnings, findings if ``strict``.
+    ``sparsity`` and ``pattern`` (``global``, ``layer``, ``row`` or ``N:M``) are what you expect, ``masks`` is a file
+    of masks. Globs over names: ``include`` adds to the weights that are pruned by default, ``only`` restricts them,
+    and ``exclude`` wins. Findings of the kinds in ``allow`` become notes. Dead rows and columns are warnings, or
+    findings if ``strict``.
     """
     names = ((one,) if isinstance(one, str) else tuple(one) for one in (include, exclude, only, allow))
     expected = Expected(sparsity, pattern, *names)

@@ -30,7 +30,7 @@ PATTERNS = ("global", "layer", "row")
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model should be; None where nothing was said."""
+    """What a model should be; None where nothing is expected."""
 
     sparsity: float | None = None
     pattern: str | None = None  # global, layer, row or N:M
@@ -41,13 +41,13 @@ class Expected:
 
     def __post_init__(self) -> None:
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), as 0.5 for a half, got {self.sparsity}")
+            raise ValueError(f"sparsity must lie in [0, 1), such as 0.5, got {self.sparsity}")
         if self.pattern is not None and self.pattern not in PATTERNS and self.groups is None:
             raise ValueError(f"pattern must be {', '.join(PATTERNS)} or N:M such as 2:4, got {self.pattern!r}")
         if self.groups and self.sparsity is not None:
             n, m = self.groups
             if abs(1 - n / m - self.sparsity) > 1e-9:
-                raise ValueError(f"{n}:{m} is a sparsity of {1 - n / m:g}, but {self.sparsity:g} was asked for")
+                raise ValueError(f"{n}:{m} has a sparsity of {1 - n / m:g}, but sparsity is {self.sparsity:g}")
         if unknown := sorted(set(self.allow) - set(KINDS)):
             raise ValueError(f"allow takes kinds of findings, got {unknown[0]!r}; they are {', '.join(KINDS)}")
 
@@ -65,7 +65,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as promised: its kind, the tensor or file, what was found and what to do."""
+    """One thing that is wrong: its kind, the tensor or file, what was found and what to do."""
 
     kind: str
     where: str
@@ -117,7 +117,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found in ``path``; it is healthy if ``findings`` is empty, whatever the warnings."""
+    """All that was found in ``path``; it is healthy if ``findings`` is empty, even with warnings."""
 
     path: str
     kind: str
@@ -144,7 +144,7 @@ class Diagnosis:
 
     @property
     def sparsity(self) -> float:
-        """Over prunable weights, from the zeros."""
+        """Fraction of zeros in the prunable weights."""
         return self.num_zeros / self.num_prunable if self.num_prunable else 0.0
 
     @property

@@ -84,7 +84,7 @@ def read_contents(path: Path, stack: ExitStack) -> Contents:
 def read_masks(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     """Masks from a safetensors file, from a checkpoint, or from a Pruner's state."""
     if not path.is_file():
-        raise ValueError(f"there is no file of masks {path}")
+        raise ValueError(f"there is no mask file {path}")
     if path.name.endswith(".safetensors"):
         masks = _stored_tensors(stack.enter_context(open_tensors(path)))
     else:
@@ -95,7 +95,9 @@ def read_masks(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
     for stored in masks.values():
         if stored.is_float and not ((values := widened(stored.load())).eq(0) | values.eq(1)).all():
-            raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
+            raise ValueError(
+                f"{stored.name} in {path} is not a mask: expected booleans, packed bits, or zeros and ones"
+            )
     return masks
 
 
@@ -107,11 +109,11 @@ def _read_folder(folder: Path, stack: ExitStack) -> Contents:
         others = "; expected a Hugging Face folder, a run folder or a distributed checkpoint"
         if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
             others = "; pickled weights (.bin, .pth) are not read: save the model with safe_serialization=True"
-        raise ValueError(f"{folder} holds no safetensors file{others}")
+        raise ValueError(f"{folder} has no safetensors file{others}")
     if len(models) > 1:
-        what = "delete the one that is out of date, or name the one that is meant"
+        what = "delete the outdated one, or name the one that you mean"
         if SHARD.search(models[0].name):
-            what = f"shards need their index, model{INDEX}: copy it, or save the model anew"
+            what = f"shards need their index, model{INDEX}: copy it, or save the model again"
         raise ValueError(f"{folder} holds {models[0].name} and {models[1].name}; {what}")
     contents = _read_safetensors(folder, models[0], stack)
     with suppress(ValueError):
@@ -150,9 +152,7 @@ def _other_files(file: Path, read: set[str]) -> list[str]:
     others = sorted({other.name for other in file.parent.glob("*.safetensors")} - read)
     stems = {SHARD.sub("", name).removesuffix(".safetensors") for name in read}
     if old := [name for name in others if SHARD.search(name) and SHARD.sub("", name) in stems]:
-        raise ValueError(
-            f"{file.parent} holds {old[0]}, which {file.name} does not name; delete it if it is out of date"
-        )
+        raise ValueError(f"{file.parent} holds {old[0]}, which {file.name} does not list; delete it if it is outdated")
     return [f"not read, since {file.name} does not name them: {', '.join(others)}"] if others else []
 
 
@@ -162,7 +162,7 @@ def _stored_tensors(tensors: Tensors) -> dict[str, StoredTensor]:
     for name, record in tensors.records.items():
         file, dtype, plain = tensors.homes[name].path.name, plain_dtype(DTYPES[record.dtype]), plain_name(name)
         if plain in stored:
-            raise ValueError(f"{tensors.path} holds {plain!r} twice, with and without the prefix of a wrapper")
+            raise ValueError(f"{tensors.path} holds {plain!r} twice, with and without a wrapper's prefix")
         stored[plain] = StoredTensor(plain, record.layout.shape, dtype, file, partial(tensors.read, name))
     if tensors.is_small:
         return stored
@@ -196,7 +196,7 @@ def _load_mapping(path: Path) -> Mapping[Any, Any]:
     try:
         state = read_torch_file(path, mmap=True)
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole file of torch.save with plain tensors: {error}") from error
+        raise ValueError(f"{path} is not a complete torch.save file of plain tensors: {error}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds {type(state).__name__}, expected a mapping from names to tensors")
     return state
@@ -237,12 +237,12 @@ def _dense_tensors(values: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(value, Tensor) or not isinstance(name, str):
             continue
         if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
-            raise ValueError(f"{name} is not a dense tensor of the CPU; save it as one to have it examined")
+            raise ValueError(f"{name} is not a dense CPU tensor; save it as one")
         num_bytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
         repeated += max(0, num_bytes - stored)
         if repeated > REPEATED:
             raise ValueError(
-                f"{name} is {tuple(value.shape)}, which repeats {stored:,} stored bytes; save a plain tensor"
+                f"{name} is {tuple(value.shape)}, but only {stored:,} bytes are stored for it; save a plain tensor"
             )
         yield plain_name(name), value
 
@@ -287,5 +287,5 @@ def _read_distributed(path: Path) -> Contents:
             value = read_shard(path, entry.shards[0])
             contents.model = value if isinstance(value, str) else ""
     if not contents.tensors:
-        raise ValueError(f"{path} holds no tensors of a model")
+        raise ValueError(f"{path} holds no model tensors")
     return contents

@@ -81,9 +81,9 @@ def bounded(num_stored: int, num_tensors: int, path: Path) -> Iterator[None]:
             nonlocal num, num_made
             num_made, num = num_made + 1, num + (0 if tensor is None else tensor.numel())
             if num > most:
-                raise ValueError(f"{path} stores {num_stored} numbers, but its configuration asks for {num} or more")
+                raise ValueError(f"{path} stores {num_stored} numbers, but its configuration needs at least {num}")
             if num_made > MOST_PACKED * num_tensors + 10**4:
-                raise ValueError(f"{path} stores {num_tensors} tensors, but its configuration asks for far more")
+                raise ValueError(f"{path} stores {num_tensors} tensors, but its configuration needs far more")
 
         return count
 

@@ -92,9 +92,7 @@ class _Reader:
     def _check_unchanged(self) -> None:
         for file, before in zip(self.tensors.files, self.sizes_and_times, strict=True):
             if _size_and_time(file) != before:
-                raise ValueError(
-                    f"{file.path} was changed while it was read; put it back as it was, and repeat the same call"
-                )
+                raise ValueError(f"{file.path} changed while it was read; restore it, and repeat the call")
 
 
 def _size_and_time(file: TensorFile) -> tuple[int, int]:
@@ -135,7 +133,7 @@ def _reader(model: Any, tensors: Tensors, dtype: str) -> _Reader:
 def _made(model: Any, tensors: Tensors) -> dict[str, Maker]:
     """What makes each tensor from stored ones that transformers converts."""
     if not is_known():
-        raise Unfit("its files are converted when they are read, and transformers before version 5 does not say how")
+        raise Unfit("transformers converts its files as it reads them, and versions before 5 do not say how")
     specs = {name: TensorSpec(record.dtype, record.layout.shape) for name, record in tensors.records.items()}
     made, strange = makers(model, specs)
     old = [*patterns_of(model, "_keys_to_ignore_on_load_unexpected"), *OLD]
@@ -148,7 +146,7 @@ def _outline(kind: Any, config: Any, folder: Path, tensors: Tensors, dtype: torc
     try:
         from accelerate import init_empty_weights
     except ImportError:
-        raise ValueError(f"reading {folder} block by block takes accelerate: pip install prunus[hf]") from None
+        raise ValueError(f"reading {folder} block by block needs accelerate: pip install prunus[hf]") from None
     with in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
         model, failed = None, None
         try:
@@ -164,7 +162,7 @@ def _outline(kind: Any, config: Any, folder: Path, tensors: Tensors, dtype: torc
     if "can't allocate memory" in str(failed):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(folder))
     if model is None:
-        raise Unfit(f"{kind.__name__} computes with its weights while it is made")
+        raise Unfit(f"{kind.__name__} computes with its weights while it is built")
     if any(hasattr(module, "layers_are_rescaled") for module in model.modules()):
         raise Unfit(f"{kind.__name__} changes its weights while it runs")
     return model

@@ -8,11 +8,11 @@ from typing import Any
 def check_push(repo: str) -> None:
     """ValueError or OSError unless the user is logged in and may write to ``repo``: to be called before any work."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo) or "--" in repo or ".." in repo or len(repo) > 96:
-        raise ValueError(f"--push takes a name on the Hub, as user/model, got {repo!r}")
+        raise ValueError(f"--push takes a name on the Hub such as user/model, got {repo!r}")
     try:
         from huggingface_hub import HfApi
     except ImportError:
-        raise ValueError("--push takes huggingface_hub: pip install huggingface_hub") from None
+        raise ValueError("--push needs huggingface_hub: pip install huggingface_hub") from None
     try:
         user: dict[str, Any] = HfApi().whoami()
     except Exception as error:
@@ -21,7 +21,7 @@ def check_push(repo: str) -> None:
     names = [user.get("name"), *(org.get("name") for org in user.get("orgs", []))]
     if (owner := repo.split("/")[0]) not in names:
         yours = f"{names[0]}/{repo.split('/')[1]}"
-        raise ValueError(f"you are logged in as {names[0]}, who does not belong to {owner}; --push {yours} would do")
+        raise ValueError(f"you are logged in as {names[0]}, who is not a member of {owner}; use --push {yours}")
 
 
 def push(folder: Path, repo: str, *, private: bool = False) -> str:

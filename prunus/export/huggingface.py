@@ -48,13 +48,13 @@ def save_model(
     """Write a model to a new folder in the small form, with a model card, and return how each tensor was stored.
 
     ``source`` is a folder whose tokenizer, licence and other small files are copied, by default the one that the model
-    was loaded from. With ``masks``, a model with a non-zero weight where its mask says pruned is refused. The folder
-    appears when it is whole; one that is there and not empty is refused, or swapped for the new one with ``replace``.
-    Quantised weights are stored as codes; one that left its grid is refused by name.
-    ``load_model`` loads models of transformers alone; of another model, a warning says what loads it.
+    was loaded from. With ``masks``, a weight that is not zero where its mask prunes is refused. The folder appears
+    only when it is complete; an existing one that is not empty is refused, or replaced with ``replace``.
+    Quantised weights are stored as codes; a weight off its grid is refused.
+    ``load_model`` loads transformers models only; for other models, a warning says what loads them.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"save_model takes a model, then a folder, got {type(model).__name__}")
+        raise ValueError(f"save_model takes a model, then a folder; got {type(model).__name__} as the model")
     inner = unwrapped_model(model)
     tensors = inner.state_dict()
     loaded_from = str(getattr(inner, "name_or_path", "") or "")
@@ -105,9 +105,9 @@ def _warn_if_not_loaded(model: nn.Module, folder: Path) -> None:
 
 
 def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
-    """The transformers model of a folder, in evaluation mode, on ``device``.
+    """The transformers model in a folder, in evaluation mode, on ``device``.
 
-    Its tensors travel there packed, one at a time; no code that lies in the folder is run.
+    Its tensors move there packed, one at a time, unless transformers converts them. No code in the folder is run.
     """
     folder, device = Path(folder), device_of(device)
     check_folder(folder)
@@ -128,7 +128,7 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         is_small = any(folder.glob("sparse*.safetensors"))
         advice = f"; make the model yourself, then {LOAD_STATE.format(folder=folder)}" if is_small else ""
-        raise ValueError(f"{folder} is no folder of a Hugging Face model: it has no config.json{advice}")
+        raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json{advice}")
 
 
 def read_generation_config_(model: Any, folder: Path) -> None:
@@ -151,7 +151,7 @@ def check_loads(source: Path, folder: Path) -> str:
         raise ValueError(f"the models of {source} and {folder} do not both have {odd[0]!r}")
     for name, tensor in expected.items():
         if not torch.equal(copied[name].to(tensor.dtype), tensor):
-            raise ValueError(f"{name!r} is another tensor in the model of {folder} than in that of {source}")
+            raise ValueError(f"{name!r} differs between the models of {folder} and {source}")
     return f"loaded as {type(wanted).__name__}"
 
 
@@ -175,7 +175,7 @@ def read_config(folder: Path, tensors: Tensors | None = None, gguf_file: str | N
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise ValueError(f"reading {folder} takes transformers: pip install prunus[hf]") from None
+        raise ValueError(f"reading {folder} needs transformers: pip install prunus[hf]") from None
     check_regular_files(folder)
     with in_one_line(folder / (gguf_file or "config.json")):
         if not gguf_file and (folder / "config.json").is_file():
@@ -210,7 +210,7 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
     is_quantised = hasattr(config, "quantization_config")
-    hint = "it is quantised; give the model as it was before. transformers: " if is_quantised else ""
+    hint = "it is quantised; take the unquantised model. transformers: " if is_quantised else ""
     with in_one_line(folder, hint), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
@@ -359,7 +359,7 @@ def fill_(model: nn.Module, tensors: Tensors, device: torch.device) -> None:
                 put_on_grid_(module, key, on_grid)
             filled[id(place)] = name
         elif not torch.equal(words_of(place), words_of(tensors.read(name, device))):
-            raise ValueError(f"the model ties {name} to {filled[id(place)]}, but {tensors.path} holds two that differ")
+            raise ValueError(f"the model ties {name} to {filled[id(place)]}, but they differ in {tensors.path}")
     if missing := [name for key, name in names.items() if key not in filled]:
         raise ValueError(f"{tensors.path} lacks {missing[0]!r}, which the model has")
 

@@ -101,7 +101,7 @@ def new_folder(path: Path, replace: bool = False, inside: Path | None = None) ->
     try:
         path = path.resolve()  # through a link, as opening a file would
     except RuntimeError:
-        raise ValueError(f"{path} is a symbolic link that leads back to itself; choose another place") from None
+        raise ValueError(f"{path} is a symbolic link to itself; choose another place") from None
     if path.exists() and (not path.is_dir() or (not replace and any(path.iterdir()))):
         raise ValueError(f"{path} is there and not empty; remove it, or choose another place")
     part = part_name(inside / path.name if inside else path)

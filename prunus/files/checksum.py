@@ -52,7 +52,7 @@ def read_pieces(fd: int, begin: int, size: int, *, is_temporary: bool, sums: boo
         while done < len(piece):
             count = os.preadv(fd, [piece[done:]], begin + start + done)
             if not count:
-                raise ValueError("the file is cut short")
+                raise ValueError("the file is truncated")
             done += count
         return zlib.crc32(piece) if sums else 0
 

@@ -92,7 +92,7 @@ def read_block(folder: Path, block: StoredBlock) -> bytes:
     check_regular(folder / block.file)
     with (folder / block.file).open("rb") as file:
         if block.start + block.length > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{block.file} is damaged: it is cut short")
+            raise ValueError(f"{block.file} is damaged: it is truncated")
         file.seek(block.start)
         data = file.read(block.length)
     if block.crc32 not in (None, checksum(data)):
@@ -108,7 +108,7 @@ def read_shard(folder: Path, block: StoredBlock) -> Any:
     except ValueError as error:
         raise ValueError(f"{block.file} is damaged at byte {block.start}: {error}") from error
     if block.size is not None and (not isinstance(value, Tensor) or tuple(value.shape) != block.size):
-        raise ValueError(f"{block.file} is damaged at byte {block.start}: it has no tensor of {block.size} there")
+        raise ValueError(f"{block.file} is damaged at byte {block.start}: it has no tensor of shape {block.size} there")
     return value
 
 
@@ -130,14 +130,14 @@ def check_complete(folder: Path, entry: Entry) -> None:
     """ValueError unless a tensor's blocks lie inside it, have all of its elements, and fit into their files."""
     size, name = entry.size or (), ".".join(entry.path)
     if prod(size) > sum(block.length for block in entry.shards):
-        raise ValueError(f"{name} is said to be {size}, which its bytes cannot hold")
+        raise ValueError(f"{name} should have shape {size}, but its bytes cannot hold that")
     num_elements = sum(prod(block.size or ()) for block in entry.shards)
     if num_elements != prod(size):
         raise ValueError(f"the ranks wrote {num_elements} of the {prod(size)} elements of {name}")
     for block in entry.shards:
         ends = [start + n for start, n in zip(block.offset or (), block.size or (), strict=False)]
         if len(ends) != len(size) or any(end > most for end, most in zip(ends, size, strict=True)):
-            raise ValueError(f"a block of {name} lies outside of it")
+            raise ValueError(f"a block of {name} lies outside the tensor")
         path = folder / block.file
         num_bytes = prod(block.size or ()) * (entry.dtype.itemsize if entry.dtype else 1)
         if num_bytes > block.length or not path.is_file() or block.start + block.length > path.stat().st_size:
@@ -188,7 +188,7 @@ def _entries(metadata: Any) -> list[Entry]:
     for name, kind in metadata.state["state_dict_metadata"].items():
         keys = paths.get(_string(name), (name,))
         if not isinstance(keys, tuple) or not keys or not all(isinstance(key, str | int) for key in keys):
-            raise ValueError(f"{name[:80]} has no path of keys")
+            raise ValueError(f"{name[:80]} has no key path")
         path, blocks = tuple(map(str, keys)), stored.get(name, {})
         if not kind.name.endswith(".TensorStorageMetadata"):
             entries.append(Entry(name, path, None, None, list(blocks.values())))
@@ -204,20 +204,20 @@ def _block(info: dict[str, Any]) -> StoredBlock:
     is_inside = isinstance(file, str) and Path(file).name == file
     is_place = is_size(start) and is_size(length)
     if not is_inside or not is_place or info.get("transform_descriptors"):
-        raise ValueError(f"it names {reprlib.repr(file)[:80]}, expected a place in a plain file of its folder")
+        raise ValueError(f"it refers to {reprlib.repr(file)[:80]}, expected a position in a regular file of its folder")
     return StoredBlock(file, start, length)
 
 
 def _size(value: PlainObject) -> Size:
     size = value.args[0] if value.args else ()
     if len(size) > MOST_DIMS or not all(map(is_size, size)):
-        raise ValueError(f"it has the size {reprlib.repr(size)[:80]}; a size is whole numbers from 0 on")
+        raise ValueError(f"it has the size {reprlib.repr(size)[:80]}, expected whole numbers of at least 0")
     return tuple(size)
 
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"it has the name {reprlib.repr(value)[:80]}; a name is a string")
+        raise ValueError(f"it has the name {reprlib.repr(value)[:80]}, expected a string")
     return value
 
 
@@ -226,7 +226,7 @@ def _dtype(properties: PlainObject) -> torch.dtype:
     dtype, layout, *_ = properties.state
     torch_dtype = getattr(torch, dtype.name.removeprefix("torch."), None) if isinstance(dtype, PlainObject) else None
     if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"it names the type {reprlib.repr(dtype)[:80]}, which torch does not have")
+        raise ValueError(f"it has the dtype {reprlib.repr(dtype)[:80]}, which torch does not have")
     if not isinstance(layout, PlainObject) or layout.args != ("torch.strided",):
-        raise ValueError("it names a layout that is not torch.strided")
+        raise ValueError("it has a layout other than torch.strided")
     return torch_dtype

@@ -163,7 +163,7 @@ def coded_of(layout: Layout, entries: dict[str, Tensor], device: torch.device) -
     scales, rest = entries[".scales"].tensor_split([math.prod(shape)])
     check_scales(scales)
     if words_of(rest).any():
-        raise ValueError("there are values behind its last scale")
+        raise ValueError("there are values after its last scale")
     kept = codes.unpack(stream.to(device), num_kept, num_bits)
     return Coded(mask.to(device), kept, scales.view(shape).to(device), layout.grid, layout.shape)
 
@@ -178,5 +178,5 @@ def _mask_of(layout: Layout, entries: dict[str, Tensor]) -> Tensor:
     """The stored bits that say where kept elements are."""
     mask, rest = entries[".bits"].tensor_split([bits.num_bytes(layout.numel)])
     if rest.any() or (layout.numel % 8 and int(mask[-1]) >> layout.numel % 8):
-        raise ValueError("its mask has bits behind the last element")
+        raise ValueError("its mask has bits after the last element")
     return mask

@@ -22,7 +22,7 @@ def check_gguf(path: Path) -> int:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Header(data).check()
         except ValueError as error:
-            raise ValueError(f"{path} cannot be read: it is no GGUF file, or damaged: {error}") from error
+            raise ValueError(f"{path} cannot be read: it is not a GGUF file, or is damaged: {error}") from error
 
 
 class _Header:
@@ -59,7 +59,7 @@ class _Header:
     def skip(self, size: int) -> None:
         self.at += size
         if self.at > len(self.data):
-            raise ValueError(f"{size} bytes that its header names lie behind its end")
+            raise ValueError(f"its header refers to {size} bytes beyond its end")
 
     def skip_string(self) -> None:
         self.skip(self.number("Q"))
@@ -80,4 +80,4 @@ class _Header:
                 for _ in range(length):
                     self.skip_value(kind, depth + 1)
         else:
-            raise ValueError(f"a value is of type {kind}, which is unknown, or of arrays in too many arrays")
+            raise ValueError(f"a value has the unknown type {kind}, or nests arrays too deep")

@@ -17,7 +17,7 @@ def write_json(path: Path, value: Any) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """The value as text; a number that is not finite, which JSON does not have, is null."""
     if is_deep(value):
-        raise ValueError("JSON that is nested too deep, as from a damaged file, is not written")
+        raise ValueError("cannot write JSON that is nested too deep, as from a damaged file")
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read, it is not JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} should hold a JSON object, but holds a {type(values).__name__}")
     if is_deep(values):
@@ -71,7 +71,7 @@ def strict_json(data: bytes | str) -> Any:
         return values
 
     def refuse_constant(name: str) -> Any:
-        raise ValueError(f"JSON has no number {name}")
+        raise ValueError(f"JSON does not allow the number {name}")
 
     try:
         text = data if isinstance(data, str) else data.decode()

@@ -14,7 +14,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         with try_lock(folder) as is_locked:
             if is_locked is False:
-                raise ValueError(f"another process works in {folder}; wait for its end, or choose another place")
+                raise ValueError(f"another process is working in {folder}; wait until it ends, or choose another place")
             yield
     finally:
         for path in made:

@@ -89,14 +89,14 @@ def description_of(header: Header) -> Description:
         raise ValueError("the description of its tensors is incomplete")
     metadata, shard = value["metadata"], value["shard"]
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("the description's metadata is no mapping of strings")
+        raise ValueError("the description's metadata is not a mapping of strings")
     if not isinstance(shard, list) or [type(n) for n in shard] != [int, int] or not 1 <= shard[0] <= shard[1]:
-        raise ValueError("the description does not say which of how many files this is")
+        raise ValueError("the description does not say which file this is, of how many")
     records = _records(value["tensors"])
     _check_entries(header, records)
     description = Description(records, metadata, (shard[0], shard[1]), crc32)
     if description.version > version:
-        raise ValueError(f"it holds codes, which a file of version {version} of the format does not have")
+        raise ValueError(f"it holds codes, which version {version} of the format does not have")
     return description
 
 
@@ -115,7 +115,7 @@ def _check_entries(header: Header, records: Mapping[str, TensorRecord]) -> None:
                 raise ValueError(f"the entry {name + suffix!r} is missing, or used twice")
             is_free = shape == (-1,) and len(entry.shape) == 1
             if entry.dtype != (dtype or record.dtype) or not (is_free or entry.shape == shape):
-                raise ValueError(f"the entry {name + suffix!r} is not what {record.layout.encoding} asks for")
+                raise ValueError(f"the entry {name + suffix!r} is not what {record.layout.encoding} requires")
     if left:
         raise ValueError(f"the entry {min(left)!r} belongs to no tensor")
 
@@ -129,7 +129,7 @@ def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
     }
     stored = {name: _record(name, value) for name, value in tensors.items() if name not in aliases}
     if wrong := [name for name, other in aliases.items() if other not in stored]:
-        raise ValueError(f"{wrong[0]!r} is another name of a tensor that is not there")
+        raise ValueError(f"{wrong[0]!r} is another name of a missing tensor")
     records = {}
     for name in tensors:
         other = stored[aliases.get(name, name)]
@@ -141,7 +141,7 @@ def _records(tensors: Mapping[str, Any]) -> dict[str, TensorRecord]:
 def _record(name: str, value: Any) -> TensorRecord:
     is_coded = isinstance(value, dict) and value.get("encoding") == CODES
     if not isinstance(value, dict) or set(value) != (KEYS | GRID_KEYS if is_coded else KEYS):
-        more = "; of codes also bits, group and outputs" if is_coded else ""
+        more = "; codes also need bits, group and outputs" if is_coded else ""
         raise ValueError(f"the record of {name!r} must have dtype, shape, encoding and crc32{more}")
     named = all(isinstance(value[key], str) for key in ("dtype", "encoding", "crc32"))
     if not named or value["dtype"] not in DTYPES or value["encoding"] not in ENCODINGS:
@@ -157,7 +157,7 @@ def _grid(name: str, value: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
     """The grid of a tensor that is stored as codes; ValueError for one that cannot be."""
     bits, group, outputs = value["bits"], value["group"], value["outputs"]
     if type(bits) is not int or not FEWEST <= bits <= MOST or not is_size(group) or not group:
-        raise ValueError(f"{name!r} has codes of {bits!r:.20} bits in groups of {group!r:.20}, which cannot be")
+        raise ValueError(f"{name!r} cannot have codes of {bits!r:.20} bits in groups of {group!r:.20}")
     dims = outputs if isinstance(outputs, list) else [-1]
     if not all(is_size(dim) and dim < len(shape) for dim in dims) or len(set(dims)) < len(dims):
         raise ValueError(f"{name!r} of shape {list(shape)} cannot have rows by the dimensions {outputs!r:.80}")
@@ -205,7 +205,7 @@ def read_index(path: Path) -> Index:
             raise ValueError("it is not of version 1 or 2 of the format; a newer prunus may read it")
         index = Index(weight_map, {} if marked is None else _strings(marked.get("files")))
         if wrong := [name for name in index.files if not FILE_NAME.fullmatch(name)]:
-            raise ValueError(f"it names the file {wrong[0]!r}; files lie beside it and end in .safetensors")
+            raise ValueError(f"it lists the file {wrong[0]!r}; files must be beside it and end in .safetensors")
         if marked is not None and marked.get("crc32") != index.crc32:
             raise ValueError("its list of tensors does not match its checksum")
         return index

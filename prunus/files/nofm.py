@@ -112,5 +112,5 @@ def mask_of_indices(indices: Tensor, pattern: Pattern, numel: int) -> Tensor:
         codes = np.packbits(digits, axis=1, bitorder="little")[:, 0]
     bits = tables(pattern)[2].numpy()[codes]
     if not bits.all():
-        raise ValueError(f"its {pattern} indices do not ascend within a group")
+        raise ValueError(f"its {pattern} indices are not in ascending order within a group")
     return torch.from_numpy(bits)

@@ -48,8 +48,8 @@ def read_pickle(data: bytes) -> Any:
                 raise ValueError("it is too long")
             _apply(opcode.name, argument, stack, memo)
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"it is not a whole pickle: {str(error)[:80]}") from error
-    raise ValueError("it does not end")
+        raise ValueError(f"it is not a complete pickle: {str(error)[:80]}") from error
+    raise ValueError("it has no end")
 
 
 def _apply(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
@@ -81,7 +81,7 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: list[Any]) -> None:
     elif name == "STACK_GLOBAL":
         module, kind = _last(stack, 2)
         if not isinstance(module, str) or not isinstance(kind, str) or len(module) + len(kind) > LONGEST_NAME:
-            raise ValueError("it names something that is no class")
+            raise ValueError("it refers to something that is not a class")
         stack.append(PlainObject(f"{module}.{kind}"))
     elif name == "REDUCE":
         (args,) = _last(stack, 1)
@@ -99,7 +99,7 @@ def _made(value: PlainObject, args: Any) -> PlainObject:
     if value.role != "name":
         raise _refusal(f"calls an object of {value.name}")
     if not isinstance(args, tuple):
-        raise TypeError("arguments are no tuple")
+        raise TypeError("arguments are not a tuple")
     return PlainObject(value.name, args, role="member" if value.name in ENUMS else "object")
 
 
@@ -125,7 +125,7 @@ def _refusal(deed: str) -> ValueError:
 def _last(stack: list[Any], number: int) -> list[Any]:
     taken = stack[-number:]
     if len(taken) < number or any(value is MARK for value in taken):
-        raise IndexError("it takes more than it put")
+        raise IndexError("it takes more values than it has stored")
     del stack[-number:]
     return _without_getattr(taken)
 

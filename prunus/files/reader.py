@@ -98,9 +98,7 @@ class Tensors:
     def read_coded(self, name: str, device: torch.device | str = "cpu") -> Coded:
         """Bits, codes and scales of a tensor that is stored as codes, which is not made."""
         if not self.is_coded(name):
-            raise ValueError(
-                f"{self.path} does not hold {name!r} as codes: save_model stores those of quantised layers"
-            )
+            raise ValueError(f"{self.path} does not store {name!r} as codes; save_model does for quantised layers")
         return self._read(name, device, coded_of)
 
     def read_on_grid(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, OnGrid | None]:
@@ -137,7 +135,7 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
                 if _folder_number(path) == before:
                     raise
         else:
-            raise ValueError(f"{path} is replaced again and again while it is read")
+            raise ValueError(f"{path} keeps being replaced while it is read")
         yield tensors
 
 
@@ -158,7 +156,7 @@ def _open_all(path: Path, stack: ExitStack) -> Tensors:
         files = [stack.enter_context(_open(path))]
         if files[0].description.shard[1] > 1:
             number, total = files[0].description.shard
-            raise ValueError(f"{path} is file {number} of {total}; give the folder or the index instead")
+            raise ValueError(f"{path} is file {number} of {total}; pass the folder or the index instead")
     return Tensors(path, files, {name: file for file in files for name in file.description.records})
 
 
@@ -175,9 +173,9 @@ def located(path: Path) -> Path:
     names = [name + end for name in (SMALL, PLAIN) for end in ("", ".index.json")]
     present = [path / name for name in names if (path / name).is_file()]
     if not present:
-        raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; a file of another name is given itself")
+        raise ValueError(f"{path} holds no tensors: none of {', '.join(names)}; pass a file of another name itself")
     if present[0].name.startswith("sparse") and present[-1].name.startswith("model"):
-        raise ValueError(f"{path} holds both {present[0].name} and {present[-1].name}; name the one that is meant")
+        raise ValueError(f"{path} holds both {present[0].name} and {present[-1].name}; pass the one that you mean")
     return present[0]
 
 
@@ -199,7 +197,7 @@ def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
     homes: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         if any(file.is_small != other.is_small for other in files):
-            raise ValueError(f"{path} names small and plain files; one save writes only one kind")
+            raise ValueError(f"{path} lists both small and plain files; one save writes only one kind")
         if file.is_small and file.description.crc32 != index.checksums.get(file.path.name):
             raise ValueError(f"{file.path} is not the file that {path.name} was written with")
         if file.is_small and file.description.shard != (number, len(files)):
@@ -209,4 +207,4 @@ def _check_set(path: Path, index: Index, files: list[TensorFile]) -> None:
         homes |= dict.fromkeys(file.header.entries, file.path.name)
     if homes != index.weight_map:
         wrong = min(set(homes.items()) ^ set(index.weight_map.items()))
-        raise ValueError(f"{path} and its files do not agree about {wrong[0]!r}")
+        raise ValueError(f"{path} and its files disagree about {wrong[0]!r}")

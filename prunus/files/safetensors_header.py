@@ -61,15 +61,15 @@ def read_header(file: BinaryIO) -> Header:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > size - 8:
-        raise ValueError("it is cut short, or no safetensors file")
+        raise ValueError("it is truncated, or not a safetensors file")
     if length > LARGEST:
-        raise ValueError(f"its header of {length} bytes is larger than the {LARGEST} that are allowed")
+        raise ValueError(f"its header of {length} bytes is larger than the {LARGEST} allowed")
     top = strict_json(file.read(length))
     if not isinstance(top, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     metadata = top.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is no mapping of strings")
+        raise ValueError("its metadata is not a mapping of strings")
     entries = {name: _entry(name, value, 8 + length) for name, value in top.items()}
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
@@ -84,7 +84,9 @@ def read_header(file: BinaryIO) -> Header:
 def shape_of(value: Any) -> tuple[int, ...]:
     """A shape from JSON: a short list of whole numbers that are not negative."""
     if not isinstance(value, list) or len(value) > MOST_DIMS or not all(is_size(n) for n in value):
-        raise ValueError(f"a shape is a list of up to {MOST_DIMS} whole numbers from 0 on, got {str(value)[:80]}")
+        raise ValueError(
+            f"a shape must be a list of up to {MOST_DIMS} whole numbers of at least 0, got {str(value)[:80]}"
+        )
     if math.prod(n for n in value if n) >= 1 << 60:  # also of an empty one, so that strides stay in 64 bits
         raise ValueError(f"the shape {value} is too large")
     return tuple(value)

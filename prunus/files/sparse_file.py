@@ -31,13 +31,13 @@ def save_sparse(
 ) -> Saved:
     """Write the tensors to ``path``, a .safetensors file, and return how each was stored.
 
-    The zeros of a tensor say whether it is stored sparse. More than ``max_shard_bytes`` go into several
-    files with an index beside them. With ``masks``, a non-zero weight that a mask says is pruned is refused.
-    Weights with ``grids``, as ``on_grids(model)`` gives them, are stored as codes; one off its grid is refused.
+    A tensor is stored sparse if its zeros make that smaller. More than ``max_shard_bytes`` are split into several
+    files with an index. With ``masks``, a weight that is not zero where its mask prunes is refused. Weights
+    with ``grids``, as ``on_grids(model)`` returns them, are stored as codes; a weight off its grid is refused.
     """
     if not isinstance(tensors, Mapping):
         raise ValueError(
-            f"save_sparse takes tensors by name, then a path, got {type(tensors).__name__}; of a model write "
+            f"save_sparse takes tensors by name, then a path; got {type(tensors).__name__}; for a model, call "
             "save_sparse(model.state_dict(), path)"
         )
     if masks is not None:
@@ -46,9 +46,9 @@ def save_sparse(
 
 
 def load_sparse(path: AnyPath, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors that ``save_sparse`` wrote to a file, or that a folder holds, bit for bit.
+    """The tensors that ``save_sparse`` wrote to a file, or those in a folder, bit for bit.
 
-    ValueError or OSError if anything of them is missing or damaged.
+    Raises ValueError or OSError if anything is missing or damaged.
     """
     device = device_of(device)
     with open_tensors(Path(path)) as tensors:
@@ -117,20 +117,18 @@ def check_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> N
 def check_pruned(name: str, tensor: Tensor, packed: Tensor) -> None:
     wrong = (tensor.detach() != 0) & ~bits.unpack(packed.to(tensor.device), tensor.shape)
     if count := int(wrong.sum()):
-        raise ValueError(
-            f"{name} has {count} non-zero weights where its mask says pruned; apply the mask, or leave it off"
-        )
+        raise ValueError(f"{name} has {count} non-zero weights where its mask prunes; apply the mask, or leave it out")
 
 
 def check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> None:
     """ValueError that names a weight unless it is on its grid, whose scales a file can hold."""
     if name not in tensors:
-        raise ValueError(f"there is a grid for {name!r}, but no such tensor")
+        raise ValueError(f"there is a grid for {name!r}, but no tensor of that name")
     weight, wanted = tensors[name], on_grid.grid.scales_shape(tensors[name].shape)
     if weight.dtype not in CODED_DTYPES or on_grid.scales.shape != wanted:
         raise ValueError(
-            f"{name} of {weight.dtype} {tuple(weight.shape)} cannot be on a grid with scales of "
-            f"{tuple(on_grid.scales.shape)}: expected floating-point weights and scales of {wanted}"
+            f"{name} of {weight.dtype} {tuple(weight.shape)} with scales {tuple(on_grid.scales.shape)} cannot be on a "
+            f"grid: expected floating-point weights and scales {wanted}"
         )
     scales = on_grid.scales.to(torch.bfloat16)
     try:
@@ -143,7 +141,7 @@ def check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> Non
 def _check_tensor(name: str, tensor: Tensor) -> None:
     """ValueError unless a header can hold the name and the type, and the values are in memory."""
     if not isinstance(name, str) or name == "__metadata__":
-        raise ValueError(f"a tensor's name is a string other than __metadata__, got {name!r}")
+        raise ValueError(f"a tensor's name must be a string other than __metadata__, got {name!r}")
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -151,8 +149,8 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device, where it has no values: load them first")
+        raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
     if tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
-        raise ValueError(f"{name} is no ordinary tensor in memory; gather it or make it dense first")
+        raise ValueError(f"{name} is not an ordinary tensor in memory; gather it or make it dense first")
     if tensor.dtype not in NAMES:
         raise ValueError(f"{name} has the type {tensor.dtype}, which safetensors cannot hold; cast it first")

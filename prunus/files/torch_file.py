@@ -60,7 +60,7 @@ def checksums_of(state: Mapping[str, Any]) -> dict[str, str]:
     def described(value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             if value.nbytes > value.untyped_storage().nbytes():
-                raise ValueError(f"{place} has more elements than are stored")
+                raise ValueError(f"{place} has more elements than the file stores")
             checksums[place] = checksum(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
             return str(value.dtype), tuple(value.shape), checksums[place]
         if isinstance(value, Mapping):

@@ -52,7 +52,7 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What became of one tensor."""
+    """How one tensor was stored."""
 
     name: str
     encoding: str
@@ -92,11 +92,11 @@ class WritePlan:
         if self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be positive, got {self.max_shard_bytes}")
         if self.path.suffix != ".safetensors":
-            raise ValueError(f"a file of tensors must end in .safetensors, got {self.path}")
+            raise ValueError(f"the path must end in .safetensors, got {self.path}")
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"{self.path} cannot be written: it is a folder, or its folder is not there")
+            raise ValueError(f"{self.path} cannot be written: it is a folder, or its folder does not exist")
         if self.index.exists():
-            raise ValueError(f"{self.index} is there: remove that model first, or choose another place")
+            raise ValueError(f"{self.index} is there already: remove that model first, or choose another place")
 
     @property
     def index(self) -> Path:
@@ -221,7 +221,9 @@ class Writer:
                 path.unlink(missing_ok=True)
             if isinstance(error, FileExistsError):
                 taken = self.plan.path if self.plan.path.exists() else names[len(done)]
-                raise ValueError(f"{taken} is there: remove that model first, or choose another place") from None
+                raise ValueError(
+                    f"{taken} is there already: remove that model first, or choose another place"
+                ) from None
             raise
         sync(self.plan.path.parent)
 
@@ -230,7 +232,7 @@ class Writer:
             self.parts[-1].file.flush()
         room = 512 + len(json.dumps(json.dumps(self.source.metadata))) + self.shared + sum(self.left.values())
         if room > LARGEST:
-            raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several sets")
+            raise ValueError(f"{len(self.left)} tensors are too many for one header; save them in several parts")
         file = self.files.enter_context(part_file(self.plan.path))
         file.seek(aligned(room))
         self.parts.append(UnfinishedFile(file, aligned(room)))
@@ -262,7 +264,7 @@ def check_layers(names: Collection[str]) -> None:
         layer, _, part = name.rpartition(".")
         others = {"codes": ("values", "heads", "rows"), "starts": ("data",)}.get(part, ())
         if others and all(f"{layer}.{other}" in names for other in others):
-            raise ValueError(f"{layer} is a sparse layer, which no file holds: call unsparsify_(model) first")
+            raise ValueError(f"{layer} is a sparse layer, which cannot be saved: call unsparsify_(model) first")
 
 
 def _without_aliases(source: TensorSource) -> TensorSource:

@@ -21,10 +21,10 @@ KEY = "pruner"  # in the optimizer's first parameter group, the only place that 
 
 
 class PruneCallback(PruneCallbackBase, TrainerCallback):
-    """Prunes the model while the Trainer trains it; options are those of ``Pruner``.
+    """Prunes the model while the Trainer trains it; takes the options of ``Pruner``.
 
     Steps of the schedule may be fractions of the run. The state is saved with the optimizer. The search for the best
-    model (``load_best_model_at_end``) restarts after every event, so that it has the final masks.
+    model (``load_best_model_at_end``) restarts after every event, so that the best model has the final masks.
     """
 
     _saving: RemovableHandle | None = None

@@ -20,7 +20,7 @@ else:
 
 
 class PruneCallback(PruneCallbackBase, Callback):
-    """Prunes the module while the Trainer trains it; options are those of ``Pruner``.
+    """Prunes the module while the Trainer trains it; takes the options of ``Pruner``.
 
     Steps of the schedule may be fractions of the run. The state is saved in the Trainer's checkpoints.
     """
@@ -29,7 +29,7 @@ class PruneCallback(PruneCallbackBase, Callback):
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if len(trainer.optimizers) != 1:
-            raise ValueError(f"PruneCallback works with one optimizer, but there are {len(trainer.optimizers)}")
+            raise ValueError(f"PruneCallback needs exactly one optimizer, but there are {len(trainer.optimizers)}")
         step, total, state = trainer.global_step, trainer.estimated_stepping_batches, self._state
         if not state and self.pruner and step:  # a second fit
             state = self.pruner.state_dict()

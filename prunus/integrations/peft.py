@@ -69,10 +69,10 @@ class Merged:
 def merge(
     model: PeftModel, *, adapters: Sequence[str] | None = None, masks: Mapping[str, Tensor] | None = None
 ) -> Merged:
-    """The base model with ``adapters`` (default: the active ones) merged in and its zeros kept.
+    """Merge ``adapters`` (default: the active ones) into the base model, and keep its zeros.
 
-    Kept are the zeros of every weight matrix that the merge changes, except embeddings, or those of ``masks``:
-    True where a weight stays, by the weight's name in the base model. As PEFT's own merge does, it changes
+    Every weight matrix that the merge changes keeps its zeros, or those of its mask in ``masks``: True where a weight
+    stays, by name in the base model. Embeddings keep zeros only by a mask. Like PEFT's own merge, this changes
     ``model``; meanwhile it holds a copy of those weights.
     """
     base, masks = model.get_base_model(), masks or {}
@@ -87,7 +87,7 @@ def merge(
     shapes = {_plain(path): parameter.shape for path, parameter in _base_parameters(base)}
     for name, mask in masks.items():
         if name not in shapes:
-            raise ValueError(f"there is a mask for {name!r}, which is no weight of the base model")
+            raise ValueError(f"there is a mask for {name!r}, which is not a weight of the base model")
         if mask.shape != shapes[name]:
             raise ValueError(f"the mask of {name} must have shape {tuple(shapes[name])}, got {tuple(mask.shape)}")
     before = {name: weight.detach().clone() for name, weight in adapted.items()}
@@ -103,7 +103,7 @@ def _mask(name: str, weight: Tensor, old: Tensor, keep: Tensor) -> MergedWeight:
     keep = keep.to(weight.device, torch.bool)
     plain, update = _num_zeros(weight), weight.float() - old.float()
     if not bool(update.isfinite().all()):
-        raise ValueError(f"{name} overflowed its type {weight.dtype} in the merge; load the base model in a wider one")
+        raise ValueError(f"{name} overflowed {weight.dtype} in the merge; load the base model in a wider dtype")
     dropped = update.masked_fill(keep, 0)
     weight.masked_fill_(~keep, 0)
     squares = [float(part.square().sum(dtype=torch.float64)) for part in (update, dropped)]
@@ -131,11 +131,9 @@ def _plain(path: str) -> str:
 def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list[str] | None) -> None:
     """Refuse what cannot be merged under masks, before anything changes."""
     if unknown := set(adapters or ()) - set(model.peft_config):
-        raise ValueError(f"there is no adapter {min(unknown)!r}; there are: {', '.join(model.peft_config)}")
+        raise ValueError(f"there is no adapter {min(unknown)!r}; the adapters are: {', '.join(model.peft_config)}")
     if any(module.merged for module in model.modules() if isinstance(module, BaseTunerLayer)):
-        raise ValueError(
-            "an adapter is merged already, and its zeros are gone; call unmerge_adapter() on the model first"
-        )
+        raise ValueError("an adapter is merged already, and its zeros are gone; call model.unmerge_adapter() first")
     for name, weight in adapted.items():
         if not weight.is_floating_point():
             raise ValueError(

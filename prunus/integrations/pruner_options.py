@@ -57,13 +57,13 @@ class PruneCallbackBase:
         """
         if any(name in strategy for name in SHARDING):
             raise ValueError(
-                f"PruneCallback works on one device and with DDP, but the trainer uses {strategy}; "
-                "for sharded weights use Pruner in a loop of your own"
+                f"PruneCallback works on one device or with DDP, but the trainer uses {strategy}; for sharded weights, "
+                "use Pruner in your own loop"
             )
         if step and not state:
             raise ValueError(
-                f"the checkpoint of step {step} has no state of a pruner, so its zeros would not be held; resume from "
-                "one that was saved whole by a run with PruneCallback, or begin a new run from its weights"
+                f"the checkpoint of step {step} has no pruner state, so its zeros would fill; resume from a full "
+                "checkpoint of a run with PruneCallback, or start a new run from its weights"
             )
         options = dict(self.options)
         if options["schedule"] is not None:
@@ -80,7 +80,7 @@ class PruneCallbackBase:
         pruner = self.pruner
         if pruner and pruner.schedule and pruner.step < pruner.schedule.end:
             warnings.warn(
-                f"the training ended at step {pruner.step}, before the last event at {pruner.schedule.end}: "
-                f"sparsity is {pruner.sparsity:.2%}, not {pruner.schedule.final:.2%}",
+                f"training ended at step {pruner.step}, before the last event at {pruner.schedule.end}: sparsity is "
+                f"{pruner.sparsity:.2%}, not {pruner.schedule.final:.2%}",
                 stacklevel=3,
             )

@@ -32,8 +32,8 @@ def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
     recorded = recorded_onednn(run.out) if run.resume else None
     if recorded and not use and team.is_first:
         warnings.warn(
-            f"the run in {run.out} was begun with oneDNN, which is off here (a CPU without bfloat16, or torch without "
-            "oneDNN): it goes on, and its last digits will differ from those of an unbroken run",
+            f"the run in {run.out} started with oneDNN, which is off here (a CPU without bfloat16, or torch without "
+            "oneDNN): it continues, but its last digits will differ from those of an unbroken run",
             stacklevel=2,
         )
     torch.backends.mkldnn.enabled = use and recorded is not False  # pyrefly: ignore[bad-assignment]
@@ -56,8 +56,8 @@ def restore_onednn(expected: bool) -> None:
         return
     torch.backends.mkldnn.enabled = expected  # pyrefly: ignore[bad-assignment]
     warnings.warn(
-        f"oneDNN was switched {'off' if expected else 'on'} in this process while the run went on (torch switches it "
-        "off at a bfloat16 product on a CPU without bfloat16); it is switched back, but the last digits of this run "
-        "may differ from those of another process",
+        f"oneDNN was switched {'off' if expected else 'on'} in this process during the run (torch switches it off at a "
+        "bfloat16 product on a CPU without bfloat16); it is switched back, but the last digits may differ from a run "
+        "in another process",
         stacklevel=2,
     )

@@ -76,7 +76,7 @@ def resume(training: Resumable) -> None:
             team.first(lambda: [_set_aside(bad) for bad in damaged])
         if damaged and team.is_first:
             first = next(iter(damaged.values()))
-            warnings.warn(f"{first}; the run goes on from {path.name}, step {state['step']}", stacklevel=2)
+            warnings.warn(f"{first}; the run continues from {path.name}, step {state['step']}", stacklevel=2)
         training.load(state)
         return
     if damaged:
@@ -139,7 +139,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     state = _load_sharded(path) if path.is_dir() else _load_file(path)
     for key, kind in KINDS.items():
         if not isinstance(state.get(key), kind):
-            raise ValueError(f"{path} is damaged, or no checkpoint of prunus: it lacks {key!r}")
+            raise ValueError(f"{path} is damaged, or not a checkpoint of prunus: it lacks {key!r}")
     run_of(state, path)
     return {key: value for key, value in state.items() if key != "digest"}
 
@@ -148,11 +148,11 @@ def _load_file(path: Path) -> dict[str, Any]:
     try:
         state = read_torch_file(path)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"it lacks the mark {FORMAT!r}")
+            raise ValueError(f"it lacks the format mark {FORMAT!r}")
     except ValueError as error:
         other = path.with_name(PREVIOUS)
         hint = f"; the one before it is {other.name}" if path.name == LAST and other.is_file() else ""
-        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {error}{hint}") from error
+        raise ValueError(f"{path} is damaged, or not a checkpoint of prunus: {error}{hint}") from error
     return state
 
 
@@ -164,7 +164,7 @@ def _load_sharded(path: Path, like: Mapping[str, Tensor] | None = None, rank: in
         return by_number(load_sharded(path, like or {}, rank), whole=like is None)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {str(error)[:80]}"
-        raise ValueError(f"{path} is damaged, or no checkpoint of prunus: {reason}") from error
+        raise ValueError(f"{path} is damaged, or not a checkpoint of prunus: {reason}") from error
 
 
 def _shard_like(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

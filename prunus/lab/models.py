@@ -78,7 +78,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"the model reads at most {self.context} tokens, got {length}; cut the input")
+            raise ValueError(f"the model reads at most {self.context} tokens, got {length}; shorten the input")
         x = self.embedding(tokens) + self.positions.weight[:length]
         for block in self.blocks:
             x = block(x)
@@ -238,7 +238,7 @@ def gpt(num_layers: int, num_heads: int, width: int) -> Model:
 
     def builder(shape: TokenShape, own_width: int = 0, layers: int = 0) -> GPT:
         if own_width % head:
-            raise ValueError(f"width must be a multiple of {head}, the width of a head, got {own_width}")
+            raise ValueError(f"width must be a multiple of the head width {head}, got {own_width}")
         heads = own_width // head or num_heads
         return GPT(layers or num_layers, heads, own_width or width, shape)
 
@@ -267,5 +267,5 @@ def build(name: str, shape: TokenShape | ImageShape, width: int = 0, layers: int
         fitting = ", ".join(other for other, row in MODELS.items() if row.kind == shape.kind)
         raise ValueError(f"{name} reads {model.kind}, but the data holds {shape.kind}; take one of {fitting}")
     if model.kind == "images" and (width or layers):
-        raise ValueError(f"only a GPT takes another width or number of layers, not {name}")
+        raise ValueError(f"only GPTs take a width or a number of layers, not {name}")
     return model.builder(shape, width, layers) if model.kind == "tokens" else model.builder(shape)

@@ -39,13 +39,13 @@ class Team:
         if self.kind == "none" or device.type != "cuda":
             return device
         if device.index is not None and self.size > 1:
-            raise ValueError(f"every rank takes a GPU of its own, but device is {device}; pass --device cuda")
+            raise ValueError(f"every rank needs its own GPU, but device is {device}; pass --device cuda")
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if own.index >= torch.cuda.device_count():
             num = torch.cuda.device_count()
             raise ValueError(
-                f"every rank takes a GPU of its own, but rank {self.rank} finds only {num};"
-                f" pass torchrun --nproc-per-node {num}"
+                f"every rank needs its own GPU, but rank {self.rank} sees only {num}; pass torchrun --nproc-per-node "
+                f"{num}"
             )
         torch.cuda.set_device(own)
         return own

@@ -110,18 +110,18 @@ def recorded_rates(run: Run) -> list[tuple[int, dict[str, float]]]:
     beside = run.out.parent / run.replayed
     folder = beside if beside.is_dir() else Path(run.replayed)
     if not (folder / "metrics.jsonl").is_file():
-        raise ValueError(f"{folder} has no metrics.jsonl; replay names the folder of a run that was pruned before")
+        raise ValueError(f"{folder} has no metrics.jsonl; replay takes the folder of an earlier, pruned run")
     if not (folder / "result.json").is_file():
-        raise ValueError(f"the run in {folder} has not ended; replay its rates when it has")
+        raise ValueError(f"the run in {folder} has not finished; replay its rates when it has")
     lines = read_metrics(folder)
     names = next((list(line["layers"]) for line in lines if isinstance(line.get("layers"), dict)), [])
     events = [(line["step"], line["event"].get("rates")) for line in lines if isinstance(line.get("event"), dict)]
     rows = [(step, rates) for step, rates in events if isinstance(rates, list) and len(rates) == len(names) > 0]
     if any(not isinstance(rate, float | int) for _, rates in rows for rate in rates):
-        raise ValueError(f"{folder / 'metrics.jsonl'} has rates that are no numbers")
+        raise ValueError(f"{folder / 'metrics.jsonl'} has rates that are not numbers")
     changes = [(step, dict(zip(names, rates, strict=True))) for step, rates in rows]
     if not changes:
-        raise ValueError(f"the run in {folder} has no rates to replay; it must be pruned with --rate-power above 0")
+        raise ValueError(f"the run in {folder} has no rates to replay; it must use --rate-power above 0")
     return changes
 
 
@@ -135,7 +135,7 @@ class Replay:
         self.changes = recorded_rates(run)
         weights = {weight.name: weight.parameter for weight in eligible(model, **run.choice).weights}
         if unknown := sorted(set(self.changes[0][1]) ^ set(weights)):
-            raise ValueError(f"the run to replay pruned other weights than this one has: {unknown[0]}")
+            raise ValueError(f"the run to replay pruned weights that this one lacks: {unknown[0]}")
         self.rates = lr_factors_of(optimizer, weights)
         self.rates.attach()
 

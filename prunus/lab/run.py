@@ -145,15 +145,17 @@ class Run:
                 f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"
             )
         if self.exponent is not None and self.score != "fisher":
-            raise ValueError(f"exponent belongs to the score fisher, but the score is {self.score}")
+            raise ValueError(f"exponent is for the score fisher, but the score is {self.score}")
         score = SCORES.get(self.score)
         if self.optimizer == "sgd" and score and score.reads_moments:
             raise ValueError(f"{self.score} reads Adam's moments, which sgd does not keep; pass --score magnitude")
         if self.allocate == "2:4" and self.score != "none" and self.schedule not in ("one_shot", "constant"):
-            raise ValueError(f"2:4 is one sparsity, got a {self.schedule} ramp; pass --schedule one_shot or constant")
+            raise ValueError(
+                f"2:4 has one sparsity, but the schedule is {self.schedule}; pass --schedule one_shot or constant"
+            )
         if self.eps is not None and not (score and score.takes_eps):
             raise ValueError(
-                f"eps belongs to the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
+                f"eps is for the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
             )
         if not 0 <= self.rate_power <= 2:
             raise ValueError(f"rate_power must lie in [0, 2], got {self.rate_power}")
@@ -171,27 +173,27 @@ class Run:
         if self.decay is None:
             return
         if self.lr_schedule != "wsd":
-            raise ValueError(f"decay belongs to wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
+            raise ValueError(f"decay is for wsd, but lr_schedule is {self.lr_schedule}; pass --lr-schedule wsd")
         check_step("decay", self.decay)
         if not self.decay:
-            raise ValueError("wsd needs a decay above 0; pass --decay 0.4, to let lr fall over the last 40 %")
+            raise ValueError("wsd needs a decay above 0; pass --decay 0.4 to lower lr over the last 40 %")
         if self.step_of(self.warmup) + self.step_of(self.decay) > self.total_steps:
             raise ValueError(
-                f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} "
-                f"must fit into the run of {self.total_steps} steps; shorten one of them"
+                f"warm-up of {self.step_of(self.warmup)} steps and decay of {self.step_of(self.decay)} must fit into "
+                f"the run's {self.total_steps} steps; shorten one of them"
             )
 
     def _check_regrowth(self) -> None:
         if not 0 <= self.regrow < 1:
-            raise ValueError(f"regrow is a fraction in [0, 1), got {self.regrow}")
+            raise ValueError(f"regrow must be a fraction in [0, 1), got {self.regrow}")
         if not self.regrow and self.regrow_by != "snr":
-            raise ValueError(f"nothing comes back by {self.regrow_by}, since regrow is 0; pass --regrow 0.1")
+            raise ValueError(f"regrow_by is {self.regrow_by}, but regrow is 0; pass --regrow 0.1")
         if not self.regrow:
             return
         if self.score == "none" or not self.sparsity or self.schedule in ("constant", "one_shot"):
-            raise ValueError("regrow goes with a score and a ramp to a sparsity above 0: linear, cubic or zhu_gupta")
+            raise ValueError("regrow needs a score and a ramp to a sparsity above 0: linear, cubic or zhu_gupta")
         if self.allocate == "2:4":
-            raise ValueError("regrow goes with every allocation but 2:4")
+            raise ValueError("regrow works with every allocation except 2:4")
         if self.optimizer == "sgd" and self.regrow_by == "snr":
             raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
@@ -204,11 +206,13 @@ class Run:
             )
         if self.parallel != "none" and not is_launched():
             raise ValueError(
-                f"parallel is {self.parallel}, but this process is alone; start it by "
-                "torchrun --nproc-per-node N -m prunus train ..., or leave out --parallel"
+                f"parallel is {self.parallel}, but there is only one process; start it with torchrun --nproc-per-node "
+                "N -m prunus train ..., or leave off --parallel"
             )
         if self.batch % ranks:
-            raise ValueError(f"batch is split over the {ranks} ranks, but {self.batch} is no multiple; choose another")
+            raise ValueError(
+                f"batch is split over {ranks} ranks, but {self.batch} is not a multiple of that; choose another"
+            )
 
     @property
     def total_steps(self) -> int:
@@ -274,8 +278,8 @@ class Run:
         for name, value in self.to_json().items():
             if name not in MAY_CHANGE and value not in (default[name], before[name]):
                 raise ValueError(
-                    f"the run in {self.out} has {name} = {before[name]}, not {value}; "
-                    "a resumed run keeps its options: leave it off, or choose another --out"
+                    f"the run in {self.out} has {name} = {before[name]}, not {value}; a resumed run keeps its options: "
+                    "leave it out, or choose another --out"
                 )
         parallel = begun.parallel if self.parallel == "none" and is_launched() else self.parallel
         return replace(begun, out=self.out, resume=True, parallel=parallel)
@@ -287,7 +291,7 @@ class Run:
             if name not in (*MAY_CHANGE, "device", "track") and value != before[name]:
                 raise ValueError(
                     f"{self.out / 'run.json'} says {name} = {value}, but {checkpoint} was trained with {before[name]}; "
-                    "write that into run.json again, or begin another run in a new --out"
+                    "restore run.json, or start another run in a new --out"
                 )
 
 
@@ -326,7 +330,7 @@ def read_run(folder: Path) -> Run:
 def run_of(values: dict[str, Any], path: Path) -> Run:
     """The run that the content of a run.json describes."""
     if not isinstance(values.get("run"), dict):
-        raise ValueError(f"{path} describes no run: expected an object with the field 'run'")
+        raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
     try:
         return Run.from_json(values["run"])
     except ValueError as error:

@@ -80,7 +80,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = list(RunFiles(folder).metrics())
     for number, line in enumerate(lines, 1):
         if not has_step(line):
-            raise ValueError(f"{folder / 'metrics.jsonl'}: line {number} is damaged: it is no object with a step")
+            raise ValueError(f"{folder / 'metrics.jsonl'}: line {number} is damaged: it is not an object with a step")
     return lines
 
 

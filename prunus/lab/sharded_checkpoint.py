@@ -88,7 +88,7 @@ def load_sharded(path: Path, like: Mapping[str, Tensor], rank: int = 0) -> State
             values[entry.path] = shard(read_tensor(path, entry), weight)
     has_checksums = any(block.crc32 for entry in entries for block in entry.shards)
     if values.get(("format",)) != FORMAT or not has_checksums:
-        raise ValueError(f"it lacks checksums or the mark {FORMAT!r}")
+        raise ValueError(f"it lacks checksums or the format mark {FORMAT!r}")
     state: State = {}
     for place in map(tuple, json.loads(values[("places",)])):
         if place[0] not in PER_RANK:

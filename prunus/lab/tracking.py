@@ -237,7 +237,7 @@ def wandb_sink(run: Run, step: int) -> Sink:
     except wandb.errors.Error as error:
         if not before:
             shutil.rmtree(own, ignore_errors=True)
-        raise ValueError(f"wandb did not begin: {error}; WANDB_MODE=offline needs no account") from None
+        raise ValueError(f"wandb did not start: {error}; WANDB_MODE=offline needs no account") from None
     known.write_text(begun.id)
     return Sink(lambda values, step: begun.log(dict(values), step=step), begun.finish)
 

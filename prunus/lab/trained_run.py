@@ -53,9 +53,9 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
     try:
         values = read_json(path)
         if values.pop("crc32") != hexadecimal(to_json(values).encode()):
-            raise ValueError("it does not match its checksum; export the run anew")
+            raise ValueError("it does not match its checksum; export the run again")
         if not isinstance(values["step"], int) or not isinstance(values["shape"], dict):
-            raise ValueError("its step or its shape of the data is damaged")
+            raise ValueError("its step or its data shape is damaged")
         return run_of(values, path), values["step"], values["shape"]
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} does not describe a model: {error}") from error
@@ -68,7 +68,7 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
         shapes = {name: record.layout.shape for name, record in tensors.records.items()}
         try:
             if shape != _shape(run.model, shapes):  # before memory is taken for what it says
-                raise ValueError("its shape of the data is not that of the tensors")
+                raise ValueError("its data shape does not match its tensors")
             kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
             model = build(run.model, kind(**shape), run.width, run.layers).to(device)
             model.load_state_dict(loaded(tensors, device))
@@ -93,7 +93,7 @@ def from_checkpoint(source: ModelSource) -> TrainedModel | None:
     if not path.exists():
         return None
     if source.offload:
-        raise ValueError(f"{path} is a checkpoint of prunus, which is loaded whole; leave out --offload")
+        raise ValueError(f"{path} is a prunus checkpoint, which is loaded as a whole; leave off --offload")
     state = load_checkpoint(path)
     run = replace(Run.from_json(state["run"]), compile=False, device=source.device)
     if source.eval_windows is not None:

@@ -59,20 +59,18 @@ class Calibration:
         ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"the first argument is a model, then come batches, got {type(model).__name__}")
+            raise ValueError(f"the first argument must be a model, the second batches; got {type(model).__name__}")
         if batch_size is not None and not (isinstance(batch_size, Integral) and batch_size >= 1):
-            raise ValueError(f"batch_size is a number of samples, at least 1, or None, got {batch_size!r}")
+            raise ValueError(f"batch_size must be a number of samples, at least 1, or None, got {batch_size!r}")
         if memory is not None and not (isinstance(memory, Integral) and memory >= 0):
-            raise ValueError(f"memory is a number of bytes, at least 0, or None, got {memory!r}")
+            raise ValueError(f"memory must be a number of bytes, at least 0, or None, got {memory!r}")
         check_batches(batches)
         self.model = model = unwrapped_model(model)
         self.eligible = eligible(model, include, exclude, only, takes_frozen=takes_frozen)
         self.weights = {weight.name: weight for weight in self.eligible.weights}
         tensors = (*model.named_parameters(), *model.named_buffers())
         if empty := [name for name, tensor in tensors if tensor.is_meta]:
-            raise ValueError(
-                f"{empty[0]} is on the meta device, where it has no values; load all weights into memory first"
-            )
+            raise ValueError(f"{empty[0]} is on the meta device and has no values; load all weights into memory first")
         if sharded := [name for name, weight in self.weights.items() if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
         weights = self.eligible.weights
@@ -265,13 +263,13 @@ def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:
     given = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if given - {own}:
-        return f"the model computes in {own}: convert the batches, as x.to({own})"
+        return f"the model computes in {own}: convert the batches, for example by x.to({own})"
     has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     if not given and not has_tokens:
-        return f"the model reads no tokens: give inputs in {own}"
+        return f"the model does not read tokens: give inputs in {own}"
     if not given and any(leaf.ndim == 1 for leaf in leaves):
         return "tokens have the shape (sample, token): give ids[None] for one sample"
-    return "give batches as model(batch) reads them, or model(**batch) where they are dicts"
+    return "give batches that model(batch) accepts, or model(**batch) if they are dicts"
 
 
 def _check_tokens(model: nn.Module, samples: Samples) -> None:
@@ -294,4 +292,6 @@ def _check_tokens(model: nn.Module, samples: Samples) -> None:
         if tokens.numel():
             least, most = tokens.min().item(), tokens.max().item()
             if least < 0 or most >= num_known:
-                raise ValueError(f"batches hold token {most if least >= 0 else least}, but the model knows {num_known}")
+                raise ValueError(
+                    f"batches hold token {most if least >= 0 else least}, but the model's vocabulary has {num_known}"
+                )

@@ -18,10 +18,10 @@ from .resources import Cost
 
 @dataclass(repr=False)
 class ChangedModel:
-    """What was done to a model; ``undo_`` restores it as it was before.
+    """What was done to a model; ``undo_`` restores it.
 
-    ``undo_``, ``apply_`` and ``dense`` refuse a model whose parameters were trained or cast afterwards. The model may
-    move to another device.
+    ``undo_``, ``apply_`` and ``dense`` raise if parameters were trained or cast afterwards. The model may move to
+    another device.
     """
 
     level: Level
@@ -48,11 +48,11 @@ class ChangedModel:
         return {name: repair.error for name, repair in self.level.repairs.items() if repair.error is not None}
 
     def dense(self) -> nn.Module:
-        """The dense model before the call, as a separate module in eval mode, without gradients and without your hooks.
+        """The model as it was before the call: a separate module in eval mode, without gradients or your hooks.
 
-        Repaired weights take the memory that ``undo_`` reads, without another copy: the module then lies in main
+        Repaired weights use the memory that ``undo_`` reads, without another copy: the module is then in main
         memory, and you must not write to it while you may still undo. Everything else is cloned, and nothing is shared
-        with the model. Where units were removed, or two tensors overlap in memory, all of it is a copy.
+        with the model. If units were removed, or two tensors overlap in memory, all of it is a copy.
         """
         self._check("dense")
         originals, is_undone = self.level.originals, self._is_undone
@@ -73,7 +73,7 @@ class ChangedModel:
             to_the_end(self._undo_)
 
     def apply_(self) -> None:
-        """Do again what ``undo_`` took back."""
+        """Redo what ``undo_`` undid."""
         with self._changing("apply_"):
             self._undo_()
             self._apply_()
@@ -104,7 +104,7 @@ class ChangedModel:
         """Refuse a model that others have changed; where it was moved, its new buffers are known afterwards."""
         if disk_offload_of(self.model):
             raise ValueError(
-                f"{call} needs both models in memory, and this one is on disk; the dense one is where it was"
+                f"{call} needs both models in memory, but this one is on disk; the dense one is still in its folder"
             )
         self._check_parameters()
         buffers = dict(self.model.named_buffers())
@@ -113,11 +113,11 @@ class ChangedModel:
         changed = [name for name in {**self._bits, **now} if now.get(name) != self._bits.get(name)]
         if not changed or (call == "undo_" and self._is_undone):
             return
-        when, so = "undo_ restored it", f"is for the model that was {self.done}; call {self.call} again"
+        when, so = "undo_ restored it", f"is for the {self.done} model; call {self.call} again"
         if not self._is_undone:
             when, so = f"it was {self.done}", f"would bring back only what {self.doing} changed"
             so += "; load the dense model again, or take result.dense() before you train"
-        raise ValueError(f"the model was trained or changed after {when} (first in {changed[0]}), and {call} {so}")
+        raise ValueError(f"the model was trained or changed after {when} (first in {changed[0]}); {call} {so}")
 
     @contextmanager
     def _changing(self, call: str) -> Iterator[None]:

@@ -94,7 +94,9 @@ def _check_functions(model: nn.Module) -> None:
             function = value.__func__ if isinstance(value, MethodType) else getattr(value, "func", value)
             if isinstance(function, FunctionType) and _reaches(function, modules):
                 name = f"{path}.{key}".lstrip(".")
-                raise _refusal(model, f"{name} is a function that calls the model itself; put the method back first")
+                raise _refusal(
+                    model, f"{name} is a function that calls the model itself; restore the original method first"
+                )
 
 
 def _reaches(function: FunctionType, modules: set[nn.Module]) -> bool:
@@ -118,4 +120,4 @@ def _reaches(function: FunctionType, modules: set[nn.Module]) -> bool:
 
 def _refusal(model: nn.Module, reason: str) -> ValueError:
     kind = type(model).__name__
-    return ValueError(f"{kind} cannot be copied, so there is no dense() of it; load the dense model again ({reason})")
+    return ValueError(f"{kind} cannot be copied, so dense() does not work; load the dense model again ({reason})")

@@ -176,7 +176,7 @@ class DiskOffload:
             if value.shape != parameter.shape or value.dtype != parameter.dtype:
                 raise OSError(
                     f"{name} is {value.dtype} {list(value.shape)} on disk, but {parameter.dtype} "
-                    f"{list(parameter.shape)} in the model; was its folder changed meanwhile?"
+                    f"{list(parameter.shape)} in the model; has its folder changed?"
                 )
             parameter.data = value
 

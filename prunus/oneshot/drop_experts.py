@@ -142,7 +142,7 @@ class _Importance:
         if not num_tokens.any():
             raise ValueError(f"no sample reached the experts of {name}; give samples that do")
         if not importance.isfinite().all():
-            raise ValueError(f"the experts of {name} have outputs that are not finite; look at the samples")
+            raise ValueError(f"the experts of {name} have outputs that are not finite; check the samples")
         order = importance.view(plan.num_groups, -1).argsort(dim=1, stable=True)
         first = torch.arange(0, plan.num_experts, order.shape[1])[:, None]  # expert of each group
         dropped = (first + order[:, : plan.num_dropped // plan.num_groups]).flatten().sort().values

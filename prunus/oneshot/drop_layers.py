@@ -28,7 +28,7 @@ SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass
 
 @dataclass(repr=False)
 class DroppedLayers:
-    """Which layers went, in their order, and how far the model's outputs were from the dense model's after each."""
+    """Which layers were removed, in order, and the distance of the outputs from the dense model's after each."""
 
     names: list[str]  # in the dense model
     distances: list[float]
@@ -55,7 +55,8 @@ def drop_layers_(calibration: Calibration, wanted: float, progress: Progress | N
     num = num_removed("layers", wanted, choice.num_layers)
     if not 0 < num <= choice.most:
         raise ValueError(
-            f"{num} of {choice.num_layers} layers cannot go: at least one of each list stays; remove 1 to {choice.most}"
+            f"cannot remove {num} of {choice.num_layers} layers: each list keeps at least one; remove 1 to "
+            f"{choice.most}"
         )
     calibration.meter.begin(progress, num * len(choice.calibration.samples))
     for _ in range(num):

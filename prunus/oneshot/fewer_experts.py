@@ -38,8 +38,8 @@ class FewerExperts:
         num, num_left, in_group = self.num_experts, self.num_left, self.num_left // self.num_groups
         if num_left < top_k:
             raise ValueError(
-                f"{num_left} of {num} experts a layer would stay, but each token goes to {top_k}; "
-                f"drop at most {(num - top_k) / num:.4g} of them"
+                f"{num_left} of {num} experts per layer would stay, but each token goes to {top_k}; drop at most "
+                f"{(num - top_k) / num:.4g} of them"
             )
         if self.num_groups > 1 and (in_group < 2 or in_group * self.num_groups_taken < top_k):
             raise ValueError(
@@ -58,7 +58,9 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     counts = set(fields.values())
     if len(counts) > 1:
         both = " and ".join(map(str, sorted(counts)))
-        raise ValueError(f"{type(model).__name__} has parts with {both} experts a layer; only equal numbers can be cut")
+        raise ValueError(
+            f"{type(model).__name__} has parts with {both} experts per layer; only equal numbers can be cut"
+        )
     nothing = (
         f"{type(model).__name__} has no experts to drop: it needs a tensor that stacks their matrices, and a config "
         f"that says their number as {', '.join(COUNTS[:-1])} or {COUNTS[-1]}"
@@ -68,7 +70,7 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     (num,) = counts
     num_left = num - (int(fraction) if fraction >= 1 else round(fraction * num))
     if not 0 < num_left < num:
-        raise ValueError(f"{fraction:g} of {num} experts a layer is {'none' if num_left else 'all'} of them")
+        raise ValueError(f"{fraction:g} of {num} experts per layer is {'none' if num_left else 'all'} of them")
     same = as_built(model, "its experts cannot be dropped")
     less = built(model, dict.fromkeys(fields, num_left), f"{num_left} experts a layer")
     dims = _cut_dims(model, less, (num, num_left))
@@ -80,8 +82,8 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     )
     if fewer.num_dropped % fewer.num_groups:
         raise ValueError(
-            f"routing chooses among {fewer.num_groups} groups of as many experts, so that a multiple of "
-            f"{fewer.num_groups} can be dropped, not {fewer.num_dropped} of {num}: {fewer.num_groups / num:.4g}, say"
+            f"routing chooses among {fewer.num_groups} equal groups of experts, so drop a multiple of "
+            f"{fewer.num_groups}, not {fewer.num_dropped} of {num}; for example {fewer.num_groups / num:.4g}"
         )
     return fewer
 
@@ -104,8 +106,8 @@ def _cut_dims(model: nn.Module, less: nn.Module, counts: tuple[int, int]) -> dic
     own, smaller = tensors_of(model), tensors_of(less)
     if set(own) != set(smaller):
         raise ValueError(
-            f"the experts of {type(model).__name__} are modules of their own; only experts that are stacked in one "
-            "tensor can be dropped, as most of them are in transformers 5"
+            f"the experts of {type(model).__name__} are separate modules; only experts stacked in one tensor can be "
+            "dropped, as most are in transformers 5"
         )
     cuts = {}
     for name, (dim, *others) in changed_dims(model, less).items():
@@ -124,8 +126,8 @@ def _slices(model: nn.Module, dims: Mapping[str, int], layers: set[str]) -> dict
         block = max((path for path in blocks if name.startswith(f"{path}.")), key=len, default=None)
         if name in dims:
             if block is None or len(blocks) < len(layers):
-                raise ValueError(f"{name} has a slice for each expert, but of which layer is not clear")
+                raise ValueError(f"{name} has a slice for each expert, but it is not clear of which layer")
             slices[name] = blocks[block], dims[name]
         elif block is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} may hold numbers of experts, so that none can be dropped")
+            raise ValueError(f"{name} may hold the numbers of experts, so none can be dropped")
     return slices

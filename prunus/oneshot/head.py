@@ -183,7 +183,7 @@ def _pair(
     shape, num_classes = hidden.shape[:-1], len(head.weight)
     for name, each in {"expected": expected[..., 0], "mask": mask, "labels": labels}.items():
         if each is not None and each.shape != shape:
-            raise ValueError(f"{name} must have one place for each token {tuple(shape)}, got {tuple(each.shape)}")
+            raise ValueError(f"{name} must have one value for each token {tuple(shape)}, got {tuple(each.shape)}")
     if len(expected_head.weight) != num_classes:
         raise ValueError(
             f"student and teacher must have the same classes, got {num_classes} and {len(expected_head.weight)}; "

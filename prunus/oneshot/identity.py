@@ -26,7 +26,9 @@ def identity(value: Any) -> str:
     try:
         return value if isinstance(value, str) else _text(value, {})
     except RecursionError:
-        raise ValueError(f"{_name(value)} is nested too deeply for a resumed run to know it; leave out state") from None
+        raise ValueError(
+            f"{_name(value)} is nested too deeply for a resumed run to recognise it; leave out state"
+        ) from None
 
 
 def _text(value: Any, seen: Seen) -> str:
@@ -74,7 +76,7 @@ def _parts(value: Any) -> list[Any]:
         parts = value.__reduce_ex__(2)
     except Exception as error:
         raise ValueError(
-            f"a resumed run could not know {_name(value)} again ({' '.join(str(error).split())[:80]}); leave out state"
+            f"a resumed run could not recognise {_name(value)} ({' '.join(str(error).split())[:80]}); leave out state"
         ) from None
     parts = [parts] if isinstance(parts, str) else parts
     return [type(value), *(list(part) if isinstance(part, Iterator) else part for part in parts)]
@@ -85,7 +87,8 @@ def _source(value: Any) -> str:
         return inspect.getsource(value)
     except (OSError, TypeError):
         raise ValueError(
-            f"{_name(value)} has no source by which a resumed run could know it: define it in a file or leave out state"
+            f"{_name(value)} has no source by which a resumed run could recognise it; define it in a file, or leave "
+            "out state"
         ) from None
 
 

@@ -53,8 +53,8 @@ class Journal:
             self._last = None
             if (content := self.load(file, names)) is None:
                 raise ValueError(
-                    f"{self.folder / file}.pt, which holds changed weights, is gone or damaged; repeat the same call: "
-                    "it does again what the file held, and nothing else"
+                    f"{self.folder / file}.pt, which holds changed weights, is missing or damaged; repeat the call: it "
+                    "redoes only what this file held"
                 )
             self._last = file, content
         return self._last[1]
@@ -66,18 +66,18 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
     path = folder / f"{kind}.json"
     if not path.is_file():
         if any(not is_part(path) for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds other things; give a folder that is new or a {kind}'s own")
+            raise ValueError(f"{folder} holds other files; give a new folder, or that of an earlier {kind}")
         write_json(path, about)
         return
     before = read_json(path)
     if before.get("format") != about["format"] or not isinstance(before.get("settings"), dict):
-        raise ValueError(f"{folder} is not the state of a {kind}: it lacks the mark {about['format']!r}")
+        raise ValueError(f"{folder} is not the state of a {kind}: it lacks the format mark {about['format']!r}")
     for name, value in about["settings"].items():
         if (was := before["settings"].get(name)) != value:
             differs = f"has {name} = {was}, not {value}"
             raise ValueError(f"the {kind} in {folder} {differs}; give another folder, or delete it")
     if before.get("weights") != about["weights"]:
-        raise ValueError(f"the {kind} in {folder} began with other weights; load the same model, still dense")
+        raise ValueError(f"the {kind} in {folder} started with other weights; load the same model, still dense")
 
 
 class SearchJournal:
@@ -165,5 +165,5 @@ def _read(path: Path, of: list[str]) -> dict[str, Any] | None:
             problem = "is damaged (it has no checksums)"
     except ValueError as error:
         problem = f"is damaged ({error})"
-    warnings.warn(f"{path} {problem}; what it held is done again", stacklevel=2)
+    warnings.warn(f"{path} {problem}; its content is computed again", stacklevel=2)
     return None

@@ -152,10 +152,10 @@ class Level:
     def packed_at(self, tau: Tau, base: float = 1.0) -> dict[str, Tensor]:
         """Packed masks of another tau, from the stored ratios, without a new pass."""
         if tau == "target":
-            raise ValueError("target is a rule for a whole probe; give a number, a mapping, a list or 'adaptive'")
+            raise ValueError("'target' applies only to a whole probe; give a number, a mapping, a list or 'adaptive'")
         check_tau(tau)
         if not self.ratios:
-            raise ValueError("there are no ratios to read: the model was pruned without a probe")
+            raise ValueError("there are no ratios: the model was pruned without a probe")
         packed = {}
         for name, value in self._taus(tau, base).items():
             where = bits.unpack(self.candidates[name], self.weights[name].parameter.shape)

@@ -336,7 +336,7 @@ class Loop:
 
         if not fits(tune_whole, calibration.device):
             level.not_tuned.append("The model was not tuned as a whole: there is too little memory.")
-            warnings.warn("there is too little memory to tune the model as a whole: that was left out", stacklevel=2)
+            warnings.warn("too little memory to tune the model as a whole; this was skipped", stacklevel=2)
 
     def _tuned(self, file: str, parameters: Sequence[nn.Parameter], run: Callable[[], Tuned]) -> Tuned:
         """Tune the parameters by ``run``, or load what it did before the call was interrupted."""

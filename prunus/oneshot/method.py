@@ -42,17 +42,17 @@ class Method:
         if repair == "auto":
             repair = Repair() if has_batches and probe is None else None
         if repair is not None and not isinstance(repair, Repair):
-            raise ValueError(f"repair is Repair(...), or None for masks alone, got {repair!r}")
+            raise ValueError(f"repair must be Repair(...), or None for masks alone, got {repair!r}")
         if repair is not None and not has_batches:
             raise ValueError("a repair needs calibration samples: give batches, or leave out repair")
         if score is None and (repair is None or probe is not None):
             score = "magnitude"
         if isinstance(select, type):
-            raise ValueError(f"select is a selector, {select.__name__}(), got the class itself")
+            raise ValueError(f"select must be a selector, {select.__name__}(), got the class itself")
         if select is None:
             select = PerLayer() if score is None else PerRow() if score == "wanda" else Global()
         if not isinstance(select, Selector):
-            raise ValueError(f"select is a selector such as PerRow(), got {select!r}")
+            raise ValueError(f"select must be a selector such as PerRow(), got {select!r}")
         return Method(score, select, repair, **more)
 
     @property

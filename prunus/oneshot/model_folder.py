@@ -40,7 +40,7 @@ def model_on_disk(folder: Path, dtype: str = "auto") -> Any:
     if not blocks:
         raise Unfit("it has no list of blocks")
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        raise Unfit("the statistics of its batch norms are compared with those of the dense model")
+        raise Unfit("the statistics of its batch norms need the dense model beside it")
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -72,7 +72,7 @@ def changed_folder(
     Killed, the same call goes on with what was done. Of several ranks the first one writes.
     """
     if out is None:
-        raise ValueError(f"{folder} is changed block by block and written to a new folder: give out=")
+        raise ValueError(f"{folder} is pruned block by block into a new folder: give out=")
     source, target = Path(folder), Path(out)
     unfinished = target.with_name(f".{target.name}.unfinished")
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def changed_folder(
                 return model_on_disk(source)
             except Unfit as reason:
                 said = f"{source} cannot be read block by block: {reason}"
-                raise ValueError(f"{said}; load it, and give the module") from None
+                raise ValueError(f"{said}; load the model, and pass it instead") from None
 
         model = agreed(ranks, begin)
         yield model, unfinished

@@ -48,8 +48,8 @@ def input_norms(calibration: Calibration) -> dict[str, Tensor]:
     mean = fill_unreached_(norms, weights)
     if left:
         warnings.warn(
-            f"the model uses {', '.join(left)} without calling their modules, so that their inputs are not seen; "
-            "they are pruned by their weights alone (exclude them to leave them dense)",
+            f"the model uses {', '.join(left)} without calling their modules, so their inputs are unknown; they are "
+            "pruned by their weights alone (exclude them to leave them dense)",
             stacklevel=2,
         )
         norms |= {name: mean.to(homes[name]) for name in left}

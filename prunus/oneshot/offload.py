@@ -48,8 +48,8 @@ class Offload:
         blocks = blocks_of(model, weights)
         if not blocks:
             raise ValueError(
-                f"{type(model).__name__} has no list of blocks with weights to prune, so none can be moved by itself; "
-                "leave out offload"
+                f"{type(model).__name__} has no list of blocks with prunable weights to move one at a time; leave out "
+                "offload"
             )
         inside = {part for block in blocks for part in block.modules()}
         # hooks of an output projection would not move it, since attention does not call it: it stays on the device

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class BlockTuning:
-    """How kept weights, biases and norms learn the outputs of the dense model, by Adam over the calibration samples.
+    """Trains kept weights, biases and norms to give the dense model's outputs, by Adam over the calibration samples.
 
-    First each block learns by itself, for ``epochs`` passes over the samples: it reads what the pruned model gives it,
+    First each block learns alone, for ``epochs`` passes over the samples: it reads what the pruned model gives it,
     and its targets are the outputs of the dense block in the dense model. Then the whole model learns for
-    ``whole_epochs``: the loss is the KL divergence of its distribution from the dense model's, over tokens or classes,
-    or of each single logit; if the model does not return logits, it is the mean squared difference of its outputs
-    (``result.notes`` says which). Learning rates fall to zero. A tenth of the samples is held out: the epoch that is
-    best on it is kept, or none if none improves.
+    ``whole_epochs``: the loss is its KL divergence from the dense model, over tokens or classes, or logit by logit; if
+    the model does not return logits, it is the mean squared difference of the outputs (``result.notes`` says which).
+    Learning rates fall to zero. A tenth of the samples is held out: the epoch that is best on it is kept, or none if
+    none improves.
     """
 
     epochs: int = 8
@@ -27,7 +27,7 @@ class BlockTuning:
     def __post_init__(self) -> None:
         _check_counts(self, "epochs", "whole_epochs", "batch")
         if self.batch < 1:
-            raise ValueError(f"batch is a number of samples, at least 1, got {self.batch}")
+            raise ValueError(f"batch must be a number of samples, at least 1, got {self.batch}")
         for name in ("lr", "whole_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, got {getattr(self, name)}")
@@ -37,7 +37,7 @@ def _check_counts(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a whole number and not negative, got {value!r}")
+            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Repair:
 
     ``targets``: reproduce the outputs of the dense model (``"dense"``), or those of the dense weights on the inputs
     that the pruned model gives them (``"own"``). A larger ``damping`` holds weights nearer to their dense values; None
-    chooses it by the number of tokens. At most ``iterations`` of ADMM find which weights stay, at
-    most ``refine`` steps of conjugate gradients their values. With ``tune``, True or ``BlockTuning(...)``, each block
-    then learns the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the
-    running statistics of batch norms at the end as those of the samples changed. ``tf32`` lets the products of ADMM use
-    TF32 on CUDA; factorisation, refinement and errors never do.
+    chooses it by the number of tokens. At most ``iterations`` of ADMM find which weights stay, and at most ``refine``
+    steps of conjugate gradients find their values. With ``tune``, True or ``BlockTuning(...)``, each block then learns
+    the outputs of the dense one, and the whole model those of the dense model. ``batch_norm`` changes the running
+    statistics of batch norms at the end as those of the samples changed. ``tf32`` allows TF32 on CUDA in the
+    products of ADMM, never in factorisation, refinement and errors.
     """
 
     targets: Literal["dense", "own"] = "dense"
@@ -65,11 +65,11 @@ class Repair:
         if self.targets not in ("dense", "own"):
             raise ValueError(f"targets must be dense or own, got {self.targets!r}")
         if self.damping is not None and not 0 <= self.damping < math.inf:
-            raise ValueError(f"damping must be a finite number and not negative, got {self.damping}")
+            raise ValueError(f"damping must be a finite number of at least 0, got {self.damping}")
         if not isinstance(self.tune, bool | BlockTuning):
-            raise ValueError(f"tune is True, False or BlockTuning(...), got {self.tune!r}")
+            raise ValueError(f"tune must be True, False or BlockTuning(...), got {self.tune!r}")
         if self.tune and self.targets != "dense":
-            raise ValueError("tune learns the outputs of the dense model; it needs targets='dense'")
+            raise ValueError("tune learns the dense model's outputs, so it needs targets='dense'")
         _check_counts(self, "iterations", "refine")
 
     @property
@@ -77,10 +77,10 @@ class Repair:
         return BlockTuning() if self.tune is True else self.tune or None
 
     def damping_for(self, num_tokens: int, num_inputs: int) -> float:
-        """``0.8 / sqrt(tokens per input)``: with fewer tokens, weights should stay nearer to their dense values.
+        """``damping``, or by default ``0.8 / sqrt(tokens per input)`` within [0.01, 1]: few tokens call for more.
 
-        This is a compromise: of two models with about as many tokens per input, one did better with less damping and
-        one with more (docs/evidence/repair.md).
+        This is a compromise: of two models with about equally many tokens per input, one did better with less damping
+        and one with more (docs/evidence/repair.md).
         """
         if self.damping is not None:
             return self.damping
@@ -91,7 +91,7 @@ class Repair:
 class Limit:
     """How much worse a metric may get: by a fraction of the dense model's (``relative``) or by a number (``absolute``).
 
-    ``better`` must be given: ``lower`` for perplexity and losses, ``higher`` for accuracy. A metric that is not finite
+    ``better`` is required: ``lower`` for perplexity and losses, ``higher`` for accuracy. A metric that is not finite
     fails every limit.
     """
 
@@ -102,11 +102,13 @@ class Limit:
     def __post_init__(self) -> None:
         given = [value for value in (self.relative, self.absolute) if value is not None]
         if len(given) != 1 or not (math.isfinite(given[0]) and given[0] >= 0):
-            raise ValueError(f"a limit is either relative or absolute, 0 or more, got {self.relative}, {self.absolute}")
+            raise ValueError(
+                f"a limit must be either relative or absolute, and at least 0, got {self.relative}, {self.absolute}"
+            )
         if self.better not in ("lower", "higher"):
             raise ValueError(
-                f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}; "
-                "give it: Limit(relative=0.05, better='lower')"
+                f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}; for example "
+                "Limit(relative=0.05, better='lower')"
             )
 
     def allows(self, dense: float, value: float) -> bool:
@@ -114,7 +116,7 @@ class Limit:
         return math.isfinite(value) and worse <= self._room(dense)
 
     def in_words(self, dense: float) -> str:
-        """The metric of the dense model, and the worst that is allowed."""
+        """The metric of the dense model, and the worst value allowed."""
         sign, words = (1, "at most") if self.better == "lower" else (-1, "at least")
         return f"dense {dense:.4g}, {words} {dense + sign * self._room(dense):.4g} allowed"
 
@@ -124,7 +126,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One level: its target sparsity and the one it reached, its metric, and whether it was accepted.
+    """One level: the sparsity aimed at and the one reached, the metric, and whether it was accepted.
 
     ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
     """
@@ -141,7 +143,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Levels:
-    """Sparsities ``initial``, ``initial + step``, ... up to ``final``, until one fails."""
+    """Tries sparsities ``initial``, ``initial + step``, ... up to ``final``, until one fails."""
 
     initial: float = 0.1
     step: float = 0.1
@@ -152,7 +154,7 @@ class Levels:
             raise ValueError(f"levels need 0 < initial <= final < 1 and a step above 0, got {self}")
 
     def next(self, trials: Sequence[Trial]) -> float | None:
-        """The sparsity to try next, if any."""
+        """The next sparsity to try, or None."""
         target = round(self.initial + len(trials) * self.step, 9)
         failed = bool(trials) and not trials[-1].accepted
         return None if failed or target > self.final else target
@@ -160,7 +162,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Starts at ``final``, then halves the gap between what passed and what failed until it is at most ``gap``."""
+    """Tries ``final``, then bisects between what passed and what failed until they are at most ``gap`` apart."""
 
     final: float = 0.9
     gap: float = 0.01
@@ -179,10 +181,10 @@ class Bisection:
 
 @dataclass(frozen=True)
 class TauTuning:
-    """How a level that fails searches for a smaller tau, in ``steps`` halvings of a common factor.
+    """Tries a level that fails again with smaller taus: ``steps`` steps of bisection on their common factor.
 
-    By default this uses the stored ratios of the level: it costs evaluations and no new pass. With ``both_steps`` the
-    level before is taken back and probed again too, so every halving costs two probes.
+    By default this uses the stored ratios of the level: it costs evaluations but no new pass. With ``both_steps`` the
+    level before is also undone and probed again, so every step costs two probes.
     """
 
     steps: int = 5
@@ -190,4 +192,4 @@ class TauTuning:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"tuning takes at least one step, got {self.steps}")
+            raise ValueError(f"tuning needs at least one step, got {self.steps}")

@@ -191,7 +191,9 @@ def _check(weights: Mapping[str, Tensor], moments: Moments) -> None:
     names = ", ".join(weights)
     for matrix in (moments.gram, moments.cross, moments.dense):
         if matrix is not None and not bool(matrix.isfinite().all()):
-            raise ValueError(f"the Gram matrix of the inputs of {names} is not finite: a sample gives NaN or inf there")
+            raise ValueError(
+                f"the inputs of {names} have a Gram matrix that is not finite: a sample gives NaN or inf there"
+            )
     for name, weight in weights.items():
         if weight.ndim != 2 or weight.shape[1] != len(moments.gram):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, but its Gram matrix {tuple(moments.gram.shape)}")

@@ -67,61 +67,61 @@ def prune(
 ) -> Result:
     """Prune ``model`` in place to ``sparsity`` of its prunable weights, and return what was done.
 
-    With batches, the weights that stay are repaired: solved for, block after block, so that each layer keeps the
-    outputs of the dense model. Without a ``score`` the solver also chooses which weights stay; a score gives its own
-    mask, and ``repair=None`` prunes by that mask alone. Without batches the score is magnitude, and nothing is
-    repaired.
+    With batches, the weights that stay are also repaired: solved for, block after block, so that each layer's outputs
+    stay close to the dense model's. Without a ``score`` the solver also chooses which weights stay; with one, the score
+    chooses, and ``repair=None`` prunes by the score alone. Without batches nothing is repaired, and the score is
+    magnitude by default.
 
-    The sparsity, by default a half, counts all zeros, and weights that are zero already go first. If the model, or a
-    row that is compared by itself, has more zeros than requested, none comes back.
+    ``sparsity`` is a half by default, or that of ``NofM``. It counts all zeros, and weights that are zero already go
+    first. If the model, or a row where rows are compared one by one, has more zeros than that, none comes back.
 
     ``batches`` are tensors, pairs (input, target) or dicts, read once; a sample is one index of dimension 0, and
-    its loss is that of a batch of one. ``loss(output, target)`` defaults to the model's own for Hugging Face models.
-    Scores: ``magnitude``, ``|w|``; ``wanda``, ``|w|`` times the norm of the input; ``fisher``, ``w^2`` times the mean
-    squared gradient; ``path``, ``|w| (G0 + G1)``, the largest gradient of any sample, first in the dense model, then
-    with the weights that magnitude would prune scaled to a tenth; ``random``; or a function of ``weight``,
-    ``input_norm`` or ``position``. Fisher and path read losses: a model without a loss of its own needs ``loss`` and
-    targets. ``include`` adds weights to the default ones, ``only`` restricts them, and ``exclude`` wins.
-    ``select`` defaults to ``PerLayer`` without a score, to ``PerRow`` for wanda and to ``Global`` for other scores.
-    ``PerLayer("moments")`` reads ``moments``: by name, the ``exp_avg_sq`` that Adam kept of each weight in training.
+    its loss is that of a batch of one. ``score`` is ``magnitude``, ``|w|``; ``wanda``, ``|w|`` times the norm of the
+    input; ``fisher``, ``w^2`` times the mean squared gradient; ``path``, ``|w| (G0 + G1)``: the largest gradient of any
+    sample, G0 in the dense model, G1 with the weights that magnitude would prune scaled to a tenth; ``random``; or a
+    function of ``weight``, ``input_norm`` or ``position``. Fisher and path need a loss: Hugging Face models have their
+    own, others need ``loss(output, target)`` and targets. ``include`` adds to the weights that are pruned by default,
+    ``only`` restricts them, and ``exclude`` wins. ``select`` defaults to ``PerLayer`` where the solver chooses,
+    ``PerRow`` for wanda and ``Global`` for other scores. ``PerLayer("moments")`` reads ``moments``: by name, Adam's
+    ``exp_avg_sq`` of each weight.
 
-    With ``bits``, 8, 4 or 3, the weights that stay are put onto a grid of few bits, each layer after it was solved and
-    before the next one is; ``quantize`` says what that is, and quantises a model that is sparse already.
+    ``bits`` (8, 4 or 3) also quantises the weights that stay, each layer after it is solved and before the next one;
+    with tuning, after it. ``quantize`` says how, and quantises a model that is already sparse.
 
     A probe keeps some of the weights that the score would prune, so the sparsity ends lower than requested, unless its
-    tau is ``target``; nothing is repaired then unless you pass ``repair``. With ``offload``, a device, the model's
-    blocks are moved there one at a time, and everything else stays there until the end: the masks are the same. With
-    ``checkpointing``, blocks after the probed one run again for the backward pass instead of keeping their
+    tau is ``target``; with a probe, nothing is repaired unless you pass ``repair``. With ``offload``, a device, blocks
+    move there one at a time and everything else for the whole call; the masks are the same. With
+    ``checkpointing``, blocks after the probed one run again in the backward pass instead of keeping their
     activations; this also happens if a single sample does not fit. With ``state``, a folder, a repair that was killed
-    continues where it stopped when it is called again with the same dense model, and ends with the same bits. With
-    ``memory``, activations take at most so many bytes of main memory; others go to a file, in ``state`` if it is given.
+    continues when you repeat the call with the same dense model, and ends with the same bits. ``memory`` limits
+    the bytes of main memory for activations; the rest goes to a file, in ``state`` if it is given.
 
     ``progress`` is a bar in a terminal or notebook, and elsewhere a line on standard error for every tenth of a call
-    that takes more than a few seconds; False shows nothing. A function in its place gets the steps done, the steps in
-    all, and what is being done.
+    that takes more than a few seconds; False shows nothing. If it is a function, it is called with the steps done, the
+    steps in all, and what is being done.
 
-    In place of the model, the path of a Hugging Face folder with ``out``, a new folder, prunes a model that does not
-    fit into memory: one block at a time is read, pruned and stored beside ``out``, and killed, the same call goes on.
-    The zeros and values are those of the model in memory, which ``undo_`` cannot bring back here.
+    If ``model`` is the path of a Hugging Face folder, the model may be larger than memory: one block at a time is read,
+    pruned and stored beside ``out``, a new folder. If the call is killed, repeat it to continue. Zeros and values are
+    the same as in memory, but ``undo_`` cannot restore the model.
 
     ``group``, a process group of ``torch.distributed`` or True for all ranks, divides the work: every rank of it makes
-    the same call with the same model and batches, runs a share of the samples and solves a share of the rows, and ends
-    with the same weights. By default this process works alone, whatever groups there are. Only the first rank shows
-    progress, warns and uses ``state``. What a score reads of the samples, each rank reads of all of them; a probe and
-    tuning are refused. Sums run in another order, so that the last bits depend on the number of ranks.
+    the same call with the same model and batches, runs a share of the samples, solves a share of the rows, and ends
+    with the same weights. By default this process works alone, whatever groups exist. Only the first rank shows
+    progress, warns and uses ``state``. For a score, every rank reads all samples; a probe and tuning are refused. Sums
+    run in another order, so the last bits depend on the number of ranks.
 
-    The model keeps its mode and its buffers, except for the statistics of batch norms, which a repair renews; after an
+    The model keeps its mode and its buffers, except for the statistics of batch norms, which a repair updates; after an
     exception it has its old weights too.
     """
     ranks = joined(group, locals())
     _refuse(moved)
     if ranks is not None and (probe is not None or (isinstance(repair, Repair) and repair.tune)):
-        raise ValueError("a probe and tuning run in one process: leave out group, or prune without them")
+        raise ValueError("a probe and tuning run only in one process: leave out group, or prune without them")
     if sparsity is None:
         sparsity = getattr(select, "sparsity", None) or 0.5
     grid = None if bits is None else checked_grid(bits)
     if grid and probe:
-        raise ValueError("a probe and bits do not go together in one call: prune, then call quantize(model, batches)")
+        raise ValueError("a probe and bits cannot be combined in one call: prune, then call quantize(model, batches)")
     more = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}, "grid": grid}
     method = Method.of(batches, score, select, probe, repair, **more)
     how: dict[str, Any] = {"include": include, "exclude": exclude, "only": only, "offload": offload, "memory": memory}
@@ -141,11 +141,11 @@ def _module(
     """The model to prune, and the folder for what is done; that of a folder is written to ``out`` at the end."""
     if not isinstance(model, str | os.PathLike):
         if out is not None:
-            raise ValueError("out= is for a folder in place of the model; save a module with save_model")
+            raise ValueError("out= works only with a folder as the model; save a module with save_model")
         yield model, state
         return
     if state is not None:
-        raise ValueError("what is done to a folder is kept beside out: leave off state=")
+        raise ValueError("progress on a folder is kept beside out: leave out state=")
     with changed_folder(model, out, ranks, small=small) as (module, unfinished):
         yield module, unfinished
 
@@ -168,7 +168,7 @@ def prune_to(
     probe decided before. ``finished`` is called with the probe's decisions after each of its groups.
     """
     if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must be a number in [0, 1), as 0.5 for a half, got {sparsity!r}")
+        raise ValueError(f"sparsity must be a number in [0, 1), such as 0.5, got {sparsity!r}")
     calibration, method = scores.calibration, scores.method
     _check_disk(scores, probe, state)
     level = level_of(scores.weights, scores.live(within or {}), calibration.disk)
@@ -219,11 +219,11 @@ def _check_disk(scores: Scores, probe: Probe | None, state: Folder | None) -> No
         "the tuning of the whole model": bool(tuning and tuning.whole_epochs),
     }.items():
         if is_asked:
-            raise ValueError(f"{what} needs the whole model in memory; load it as a module, and prune that")
+            raise ValueError(f"{what} needs the whole model in memory; load it, and prune the module")
     if scores.calibration.ranks is not None and method.grid and not method.repair:
-        raise ValueError("ranks put a model on disk into few bits with a repair only: repair it, or leave out group")
+        raise ValueError("ranks can quantise a model on disk only with a repair: repair it, or leave out group")
     if state is None:
-        raise ValueError("a model on disk is pruned block by block: give state=, a folder for the blocks that are done")
+        raise ValueError("a model on disk is pruned block by block: give state=, a folder for finished blocks")
 
 
 def _num_steps(scores: Scores, probe: Probe | None) -> int:
@@ -289,8 +289,8 @@ def _selector(scores: Scores, sparsity: float, live: Packed) -> Selector:
 def _refuse(moved: Mapping[str, object]) -> None:
     if "experts" in moved:
         raise ValueError(
-            f"prune does not drop experts any more: call shrink(model, batches, experts={moved['experts']!r}), then "
-            "prune for zeros in what stays"
+            f"prune no longer drops experts: call shrink(model, batches, experts={moved['experts']!r}), then prune "
+            "what stays"
         )
     if moved:
         raise TypeError(f"prune() got an unexpected keyword argument {next(iter(moved))!r}")

@@ -39,31 +39,31 @@ def quantize(
     progress: Progress | bool | None = None,
     group: RankGroup = None,
 ) -> QuantizeResult:
-    """Put the kept weights of ``model`` onto a grid of ``bits`` bits, 8, 4 or 3, in place, and return what was done.
+    """Round the non-zero weights of ``model`` to a grid of ``bits`` bits (8, 4 or 3) in place; return what was done.
 
-    A kept weight becomes ``scale * (c - (2^bits - 1) / 2)`` with a code c and a scale for every 128 weights of a row;
-    no code is zero, so that zeros and their number stay exactly as they are. With batches, weights are rounded one
-    column after another, and the next columns make up for what is lost (GPTQ); then coordinate
-    descent improves each scale and each code in turn. Without batches each weight is rounded to the nearest.
+    A non-zero weight becomes ``scale * (c - (2^bits - 1) / 2)``, with a code c and one scale for 128 weights of a row.
+    No code stands for zero, so the zeros stay exactly as they are. With batches, weights are rounded column by column,
+    and later columns make up for the error (GPTQ); then coordinate descent improves each scale and
+    each code in turn. Without batches each weight is rounded to the nearest code.
 
     The weights stay ordinary parameters, and each layer holds its scales beside them: ``save_model`` then writes codes,
     ``save_pretrained`` ordinary values, and ``recover`` trains the scales. Training weights takes them off their grid.
-    Embeddings, heads, norms and biases stay as they are. A dense model is quantised as well, in memory, to compare it;
-    files and fast products of dense models in few bits are what other tools are for.
+    Embeddings, heads, norms and biases stay as they are. Dense models can be quantised in memory, for comparison;
+    to store or run them in few bits, use other tools.
 
     The other arguments are those of ``prune``. After an exception the model is as before.
     """
     ranks, grid = joined(group, locals()), checked_grid(bits)
     if getattr(model, "peft_config", None):
         raise ValueError(
-            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then quantize"
+            "the model has adapters; merge them first with model = model.merge_and_unload(), then quantize"
         )
     which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
     how: dict[str, Any] = {"batch_size": batch_size, "offload": offload, "ranks": ranks}
     with silent(ranks) as is_silent:
         calibration = Calibration(model, batches, takes_frozen=True, **which, **how)
         if calibration.disk and state is None:
-            raise ValueError("a model on disk is quantised block by block: give state=, a folder for what is done")
+            raise ValueError("a model on disk is quantised block by block: give state=, a folder for finished blocks")
         live = {weight.name: nonzero(weight.parameter.detach()) for weight in calibration.each_weight()}
         level = level_of(calibration.weights, live, calibration.disk)
         try:
@@ -137,4 +137,4 @@ def check_finite(calibration: Calibration) -> None:
     for weight in calibration.each_weight():
         if not bool(weight.parameter.float().isfinite().all()):
             said = f"{weight.name} has values that are not finite in float32"
-            raise ValueError(f"{said}; replace them before you quantise")
+            raise ValueError(f"{said}; fix them before you quantise")

@@ -46,7 +46,7 @@ class Clock:
 
 @dataclass
 class Cost:
-    """What a call has cost."""
+    """Time, passes and memory of a call."""
 
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of the call

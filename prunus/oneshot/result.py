@@ -22,7 +22,7 @@ SHOWN = 3  # names of weights that were not repaired for one reason
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight: how many of its elements are zero, and how many the score proposed to prune at this level."""
+    """One weight: how many of its elements are zero, and how many of them the score proposed to prune."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,13 +45,13 @@ class Layer:
 
 @dataclass(repr=False)
 class Result(ChangedModel):
-    """What pruning did to a model and what it cost; ``undo_`` restores the model as it was before.
+    """What pruning did to a model and what it cost; ``undo_`` restores the model.
 
-    ``sparsity``, ``num_pruned`` and ``layers`` count the zeros that the model has now: each call reads all its prunable
-    weights once. ``masks`` are those of the pruning.
+    ``sparsity``, ``num_pruned`` and ``layers`` count the zeros that the model has now: each call reads all prunable
+    weights once. ``masks`` are those found by pruning.
 
-    ``undo_``, ``apply_``, ``masks_alone``, ``retake_`` and ``dense`` refuse a model whose parameters were trained or
-    cast after pruning. The model may move to another device.
+    ``undo_``, ``apply_``, ``masks_alone``, ``retake_`` and ``dense`` raise if parameters were trained or cast after
+    pruning. The model may move to another device.
     """
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Result(ChangedModel):
         return notes + level.not_tuned
 
     def plot(self) -> Figure:
-        """A chart of the sparsity of each layer, and of its errors if it was repaired."""
+        """A chart of each layer's sparsity, and of its errors if it was repaired."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
     def _repr_html_(self) -> str:
@@ -131,13 +131,13 @@ class Result(ChangedModel):
 
     @property
     def sparsity_before(self) -> float:
-        """The same before this level."""
+        """Fraction of zeros in the prunable weights before the call."""
         sizes = [weight.parameter.numel() for weight in self.level.weights.values()]
         return 1 - sum(int(bits.count(packed)) for packed in self.level.live.values()) / sum(sizes)
 
     @contextmanager
     def masks_alone(self) -> Iterator[None]:
-        """While this is open, the model has the dense weights under the masks, without their repair."""
+        """Inside this context, the model has the dense weights under the masks, without their repair."""
         if disk := disk_offload_of(self.model):
             with self.level.masks_alone(), disk.reading(self.level.masked):
                 yield
@@ -148,10 +148,10 @@ class Result(ChangedModel):
                 yield
 
     def retake_(self, tau: Tau, base: float = 1.0) -> None:
-        """Make masks and model those of a probe with another tau, from the stored ratios, and repair again if it was.
+        """Change masks and model to another tau, from the ratios that the probe stored; repair again if it did before.
 
         For ``joint`` these are the masks of a probe with that tau. For ``sequential`` and ``block`` later ratios were
-        recorded with the earlier weights pruned by the tau of the run, not by this one.
+        recorded with the earlier weights pruned by the old tau.
         """
         self.level.packed_at(tau, base)  # refuses what is no tau
         with self._changing("retake_"):
@@ -171,17 +171,17 @@ class Result(ChangedModel):
     def _check_parameters(self) -> None:
         for name, weight in self.level.weights.items():
             if weight.module._parameters.get("weight", weight) is None:
-                raise ValueError(f"{name} is kept in a sparse layer: call unsparsify_(model) first")
+                raise ValueError(f"{name} is in a sparse layer: call unsparsify_(model) first")
             if all(p is not weight.parameter for p in weight.module.parameters()):
                 raise ValueError(
-                    f"{name} is no longer the parameter that was pruned: something has put another in its place, as "
-                    "load_state_dict(..., assign=True) does; load the weights without assign, or the dense ones"
+                    f"{name} is no longer the parameter that was pruned: it was replaced, for example by "
+                    "load_state_dict(..., assign=True); load the weights without assign, or the dense ones"
                 )
 
 
 @dataclass(repr=False)
 class QuantizeResult(Result):
-    """What quantising did to a model; ``undo_`` gives every weight the value that it had before."""
+    """What quantising did to a model; ``undo_`` restores the old value of every weight."""
 
     done: ClassVar[str] = "quantised"
     doing: ClassVar[str] = "quantising"

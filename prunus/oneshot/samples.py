@@ -103,11 +103,11 @@ class Samples:
 def check_batches(batches: Any) -> None:
     """Raise ValueError where ``batches`` cannot be read as batches, even if the score never reads them."""
     if isinstance(batches, Tensor | Mapping):
-        raise ValueError("batches must be a sequence of batches, got a single one; put it into a list")
+        raise ValueError("batches must be an iterable of batches, got a single batch; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
         raise ValueError(
-            f"batches are an iterable of batches, got {batches!r}; "
-            "the sparsity is a keyword: prune(model, sparsity=0.5)"
+            f"batches must be an iterable of batches, got {batches!r}; pass the sparsity by name: prune(model, "
+            "sparsity=0.5)"
         )
 
 
@@ -123,7 +123,7 @@ def samples_of(batches: Iterable[Any]) -> Samples:
         if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(plain_batch(batch)))):
             raise ValueError(
                 f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
-                "give DataLoader(dataset, batch_size=8)"
+                "pass DataLoader(dataset, batch_size=8)"
             )
         stacks.append(_stack(batch))
     samples = Samples(_merged(stacks))
@@ -276,21 +276,21 @@ def _stack(batch: Any) -> Stack:
     sizes = [len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or sizes[0] == 0:
         raise ValueError(
-            f"a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, "
-            f"got {type(batch).__name__} {'without rows' if sizes else 'without a tensor; make tensors of lists'}"
+            "a batch must be a tensor, a pair (input, target) or a dict of tensors with one sample per row, got "
+            f"{type(batch).__name__} {'without rows' if sizes else 'without a tensor; convert lists to tensors'}"
         )
     if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
         raise ValueError(
-            "a pair is (input, target), and the target here looks like an attention mask: 0 or 1 for every token; give "
-            "a dict: {'input_ids': ids, 'attention_mask': mask}, or {'input_ids': ids, 'labels': labels} for labels"
+            "a pair is (input, target), but this target looks like an attention mask: 0 or 1 for every token; give a "
+            "dict: {'input_ids': ids, 'attention_mask': mask}, or {'input_ids': ids, 'labels': labels} for labels"
         )
     inputs = tree[0] if isinstance(tree, tuple) else tree
     for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
         is_packed = isinstance(name, str) and (name.startswith("pixel_values") or name.endswith("grid_thw"))
         if is_packed and isinstance(leaf, Tensor) and sizes[0] > 1 and not has_rows(leaf, sizes[0]):
             raise ValueError(
-                f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which belong to no sample by "
-                "themselves: give batches of one sample each"
+                f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which cannot be assigned to "
+                "samples; give batches of one sample each"
             )
     return Stack(tree, sizes[0])
 
@@ -308,7 +308,7 @@ def plain_batch(batch: Any) -> Tree:
         return {key: value for key, value in batch.items() if value is not None}
     if isinstance(batch, tuple | list):
         if len(batch) not in (1, 2):
-            raise ValueError(f"a batch of several parts is a pair (input, target), got {len(batch)} parts")
+            raise ValueError(f"a batch of several parts must be a pair (input, target), got {len(batch)} parts")
         return plain_batch(batch[0]) if len(batch) == 1 else tuple(plain_batch(part) for part in batch)
     return batch
 

@@ -128,8 +128,8 @@ class Scores:
         for name, weight in self.weights.items():
             if name not in moments or moments[name].shape != weight.parameter.shape:
                 raise ValueError(
-                    "allocate='moments' reads Adam's second moments (exp_avg_sq) of the weights, by name: "
-                    f"there are none of {name}; take allocate='fisher', which needs none"
+                    "allocate='moments' reads Adam's second moments (exp_avg_sq) by name, but moments= has none of "
+                    f"{name}; pass them, or take allocate='fisher'"
                 )
         reads = [moments[w.name].to(w.parameter.device, torch.float32) for w in self.weights.values()]
         both = zip(self.weights.values(), reads, strict=True)

@@ -55,23 +55,25 @@ def search(
     state: Folder | None = None,
     progress: Progress | bool | None = None,
 ) -> SearchResult:
-    """Prune ``model`` in place as far as ``limit`` allows for ``evaluate(model)``, a metric on held-out data.
+    """Prune ``model`` in place as far as ``limit`` allows; ``evaluate(model)`` returns a metric on held-out data.
 
     Masks are cumulative: a level prunes within what the one before it kept. A level that fails is undone, bit for
-    bit; if the first fails, the model comes back dense. ``steps`` are the sparsities to try. With ``tune_tau`` a level
-    that fails is tried again with a smaller tau of its probe. With ``compare`` the result of a probe is compared with
-    the same method without the probe, at the sparsity that was reached. ``on_trial`` is called after every trial.
+    bit; if the first fails, the model is dense again. ``steps`` are the sparsities to try. With ``tune_tau`` a level
+    that fails is tried again with smaller taus of its probe. ``compare`` also measures the same method without the
+    probe, at the sparsity that was reached. ``on_trial`` is called after every trial.
 
-    All other arguments are those of ``prune``, with the same defaults. With repair, the default without a probe, every
+    All other arguments are those of ``prune``, with the same defaults. With repair (the default without a probe) every
     level is repaired from the dense weights. With ``state``, a folder, a search that was killed resumes after its last
-    finished trial, and a probe after its last group of weights, when it is called again with the same dense model.
+    finished trial, and a probe after its last group of weights, when you repeat the call with the same dense model.
     """
     if not isinstance(limit, Limit):
-        raise ValueError(f"limit must be Limit(relative=0.05, better='lower') or the like, got {limit!r}")
+        raise ValueError(f"limit must be a Limit, such as Limit(relative=0.05, better='lower'), got {limit!r}")
     how: dict[str, Any] = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}}
     method = Method.of(batches, score, select, probe, repair, **how)
     if tune_tau and probe and probe.tau == "target":
-        raise ValueError("tau='target' cannot be tuned: it follows from the sparsity; give a number, or no tune_tau")
+        raise ValueError(
+            "tau='target' follows from the sparsity and cannot be tuned; give a number, or leave out tune_tau"
+        )
     which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
     calibration = Calibration(model, batches, offload=offload, batch_size=batch_size, **which)
     warn_if_much_stays_dense(calibration.model, calibration.eligible)
@@ -113,7 +115,7 @@ class _Search:
         try:
             self.dense = self._metric()
             if not math.isfinite(self.dense):
-                raise ValueError(f"the metric of the dense model is {self.dense}; a limit needs a finite one")
+                raise ValueError(f"the metric of the dense model is {self.dense}, but a limit needs a finite one")
             state = self._state()
             while (target := self.steps.next(self.trials)) is not None:
                 self._try(target, state)

@@ -41,7 +41,9 @@ def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
         )
     members = dist.group.WORLD if group is True else group
     if not isinstance(members, ProcessGroup):
-        raise ValueError(f"group is a process group that this rank belongs to, or True for all ranks, got {group!r}")
+        raise ValueError(
+            f"group must be a process group that this rank belongs to, or True for all ranks, got {group!r}"
+        )
     if dist.get_world_size(members) == 1:
         return None
     ranks = Ranks([members], [members])
@@ -63,8 +65,8 @@ def check_same(ranks: Ranks, digests: Mapping[str, str]) -> None:
     for number, other in enumerate(others, 1):
         if differing := [name for name in first if other.get(name) != first[name]]:
             raise ValueError(
-                f"rank {number} was called with other {differing[0]} than rank 0; give all ranks the same model, "
-                "batches and options"
+                f"rank {number} and rank 0 have different {differing[0]}; give all ranks the same model, batches and "
+                "options"
             )
 
 
@@ -78,7 +80,7 @@ def check_same_inputs(ranks: Ranks, model: nn.Module, samples: Callable[[], Samp
     said, num = agreed(ranks, digests)
     check_same(ranks, said)
     if samples is not None and num < ranks.size:
-        raise ValueError(f"each of {ranks.size} ranks runs at least one sample, but there are {num}; use fewer ranks")
+        raise ValueError(f"each of {ranks.size} ranks needs at least one sample, but there are {num}; use fewer ranks")
 
 
 def _sums_of(model: nn.Module) -> str:
@@ -193,7 +195,7 @@ class FirstRanksJournal:
     def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]:
         """What the first rank has saved, for itself: the others do not read changed weights again."""
         if self._journal is None:
-            raise ValueError("only the first rank reads what was stored; quantise without a repair in one process")
+            raise ValueError("only the first rank can read stored results; quantise without a repair in one process")
         return self._journal.stored(file, names)
 
 

@@ -65,55 +65,53 @@ def shrink(
     progress: Progress | bool | None = None,
     group: RankGroup = None,
 ) -> ShrinkResult:
-    """Make ``model`` smaller in place, as an ordinary model of its class, and return what was done.
+    """Make ``model`` smaller in place, still an ordinary model of its class, and return what was done.
 
-    ``size`` is the share of the weights of the blocks that stays: head groups by this share, and neurons so that the
-    blocks keep the largest number of weights that is not above it; with ``heads=0`` all heads stay. Or say what goes:
-    ``neurons``, ``heads`` (groups: a key and value head with the query heads that read it), ``layers`` and
-    ``experts``, each a fraction or a number a layer. Every layer keeps as many units, since engines read one number
-    for all; ``multiple`` rounds the neurons that stay down to a multiple. In convolutional networks neurons are the
-    inner channels of a block.
+    ``size`` is the share of the blocks' weights that stays: this share of the head groups, and as many neurons as fit;
+    with ``heads=0`` all heads stay. Or say what to remove: ``neurons``, ``heads`` (groups: a key and value head with
+    the query heads that read it), ``layers`` and ``experts``, each as a fraction or a number; units and experts are
+    counted per layer. All layers keep the same number of units, since engines read one number for all; ``multiple``
+    rounds the neurons that stay down to a multiple. In convolutional networks neurons are the inner channels of a
+    block.
 
-    Which units go is chosen on the samples of ``batches`` by structured OBS, block after block; the weights that read
-    the others are solved anew, so that the outputs stay: on the inputs that the shrunk model gives them
-    (``targets="own"``), or as in the dense model (``"dense"``). Layers go whose removal changes the model's
-    outputs least, and experts that add least (REAP). With ``tune``, True or ``BlockTuning(...)``, each block and
-    then the whole model learns the outputs of the dense one. ``split="measured"`` tries a few mixtures of depth and
-    width for a ``size``, tunes each for a short time, and keeps the one that is nearest to the dense model on held-out
+    Structured OBS chooses the units to remove on the samples of ``batches``, block after block; the weights that read
+    the remaining units are solved again to keep the outputs: those on the inputs that the shrunk model gives them
+    (``targets="own"``), or those of the dense model (``"dense"``). It removes the layers whose removal changes the
+    model's outputs least, and the experts that add least (REAP). With ``tune``, True or ``BlockTuning(...)``, each
+    block and then the whole model learns the outputs of the dense one. ``split="measured"`` tries a few mixtures of
+    depth and width for a ``size``, tunes each briefly, and keeps the one nearest to the dense model on held-out
     samples.
 
-    Zeros of a model that is pruned already stay zeros where their units stay. Frozen weights are shrunk and solved as
-    the others are, and stay frozen. ``batches``, ``batch_size``, ``offload``, ``state``, ``progress`` and ``group`` are
+    Zeros of an already pruned model stay zeros in the units that stay. Frozen weights are shrunk and solved like
+    the others, and stay frozen. ``batches``, ``batch_size``, ``offload``, ``state``, ``progress`` and ``group`` are
     those of ``prune``; with a group, the first rank solves for the samples of all ranks. After an exception the
     model is as before.
     """
     ranks = joined(group, locals())
     if ranks is not None and (tune or split == "measured"):
-        raise ValueError("tuning runs in one process: leave out group, or tune and split='measured'")
+        raise ValueError("tuning runs only in one process: leave out group, or leave out tune and split='measured'")
     wanted = Wanted(size, neurons, heads, layers, experts, multiple)
     if split not in ("even", "measured"):
-        raise ValueError(f"split is even or measured, got {split!r}")
+        raise ValueError(f"split must be even or measured, got {split!r}")
     if targets not in ("own", "dense"):
         raise ValueError(f"targets must be own or dense, got {targets!r}")
     if not isinstance(tune, bool | BlockTuning):
-        raise ValueError(f"tune is True, False or BlockTuning(...), got {tune!r}")
+        raise ValueError(f"tune must be True, False or BlockTuning(...), got {tune!r}")
     if isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "DistributedDataParallel gathers gradients of old parameters; shrink the model inside, then wrap it again"
+            "DistributedDataParallel would keep the old parameters; shrink the model inside it, then wrap it again"
         )
     if getattr(model, "peft_config", None):
-        raise ValueError(
-            "the model has adapters; merge them first, as model = model.merge_and_unload() does, then shrink"
-        )
+        raise ValueError("the model has adapters; merge them first with model = model.merge_and_unload(), then shrink")
     if grids := on_grids(model):
-        raise ValueError(f"{next(iter(grids))} is in few bits: shrink the model first, then prune and quantize it")
+        raise ValueError(f"{next(iter(grids))} is quantised: shrink the model first, then prune and quantize it")
     check_batches(batches)
     tuning = BlockTuning() if tune is True else tune or None
     if disk_offload_of(model):
         if tuning or wanted.layers is not None or wanted.experts is not None or split == "measured":
-            raise ValueError("tune, layers, experts and split='measured' need the whole model in memory: load it")
+            raise ValueError("tune, layers, experts and split='measured' need the whole model in memory; load it first")
         if state is None:
-            raise ValueError("a model on disk is shrunk block by block: give state=, a folder for what is done")
+            raise ValueError("a model on disk is shrunk block by block: give state=, a folder for finished blocks")
     read = agreed(ranks, lambda: list(batches))
     work = Shrinking(model, read, tuning, targets, batch_size, offload, state, ranks=ranks)
     with silent(ranks) as is_silent, progress_line(False if is_silent else progress, "shrink") as report:
@@ -199,7 +197,7 @@ class Shrinking:
         level = self._solved(calibration, changed, left)
         gone = {layer: (~level.units[layer.consumer]).nonzero().squeeze(1) for layer in changed}
         if fault := UnitCheck.of(calibration).fault(gone, numbers):
-            raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk so: {fault}")
+            raise ValueError(f"{type(calibration.model).__name__} cannot be shrunk this way: {fault}")
         cuts = Cuts.of_units(calibration.model, gone, numbers)
         self._undo.callback(cuts.undo_)
         cuts.apply_()
@@ -312,5 +310,7 @@ def _tried(work: Shrinking, wanted: Wanted, cost: Cost, progress: Progress | Non
     result.undo_()
     cost.add_(result.cost)
     if tuned is None:
-        raise ValueError("split='measured' tunes the whole model, and there is too little memory; say layers=")
+        raise ValueError(
+            "split='measured' tunes the whole model, but there is too little memory; choose layers= yourself"
+        )
     return Mixture(int(wanted.layers or 0), tuned.after)

@@ -14,7 +14,7 @@ from .units import Kind
 
 @dataclass(frozen=True)
 class ShrunkLayer:
-    """The units that one weight reads: how many there were, which stay, and what the layer's outputs lost."""
+    """The units that one weight reads: how many there were, which stay, and the error of the layer's outputs."""
 
     name: str  # of the weight
     kind: Kind
@@ -35,7 +35,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One mixture of depth and width that was tried: layers removed, and how far its outputs are from the dense."""
+    """One mixture of depth and width: layers removed, and the distance of its outputs from the dense model's."""
 
     layers: int
     distance: float
@@ -43,7 +43,7 @@ class Mixture:
 
 @dataclass(repr=False)
 class ShrinkResult(ChangedModel):
-    """What shrinking did to a model and what it cost; ``undo_`` brings the dense model back, bit for bit."""
+    """What shrinking did to a model and what it cost; ``undo_`` restores the model bit for bit."""
 
     layers: list[ShrunkLayer] = field(default_factory=list)
     dropped: DroppedLayers | None = None  # whole layers
@@ -68,7 +68,7 @@ class ShrinkResult(ChangedModel):
 
     @property
     def removed(self) -> list[str]:
-        """What went, in words."""
+        """What was removed, in words."""
         words = []
         for kind, one in (("neurons", "neurons"), ("heads", "head groups")):
             if nums := {(layer.num - len(layer.kept), layer.num) for layer in self.layers if layer.kind == kind}:
@@ -94,7 +94,7 @@ class ShrinkResult(ChangedModel):
         return notes + self.level.not_tuned
 
     def plot(self) -> Figure:
-        """A chart of the units that stay in each layer, and of what its outputs lost."""
+        """A chart of the units that each layer keeps, and of the error of its outputs."""
         rows = [asdict(layer) | {"sparsity": 1 - len(layer.kept) / layer.num} for layer in self.layers]
         return layers_chart(rows)
 

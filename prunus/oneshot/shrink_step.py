@@ -69,12 +69,12 @@ class Shrink:
         (some, *others), num_moments = weights, len(layers.moments)
         if num_moments > 1:
             raise ValueError(
-                f"units are removed from layers with one input, but {some} reads {num_moments}: it is a grouped "
-                "convolution, an attention or a stack of experts; leave it out"
+                f"units can be removed only from layers with one input, but {some} reads {num_moments} (a grouped "
+                "convolution, an attention or a stack of experts); leave it out"
             )
         num, units = self.num_removed[some], len(self.places[some])
         if not 0 <= num < units:
-            raise ValueError(f"{some} reads {units} units, of which at least one must stay, but {num} are to go")
+            raise ValueError(f"cannot remove {num} of the {units} units that {some} reads: at least one must stay")
         for name in others:
             if self.num_removed[name] != num or not torch.equal(self.places[name], self.places[some]):
                 raise ValueError(f"{some} and {name} read the same inputs, so the same units must go from both")

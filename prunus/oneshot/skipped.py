@@ -63,14 +63,14 @@ def seen_blocks(blocks: Mapping[Place, nn.Module]) -> Iterator[dict[Place, tuple
         for parameter in block.parameters():
             if owners.setdefault(parameter, where) != where:
                 (a, i), (b, j) = owners[parameter], where
-                raise ValueError(f"{a}.{i} and {b}.{j} share weights, so that no layer can be removed")
+                raise ValueError(f"{a}.{i} and {b}.{j} share weights, so no layer can be removed")
     calls: dict[nn.Module, list[Identity | None]] = {block: [] for block in blocks.values()}
     skips: dict[Place, tuple[nn.Module, Identity]] = {}
     with replaced({block: _watched(block, seen) for block, seen in calls.items()}):
         yield skips
     for where, block in blocks.items():
         if len(calls[block]) > 1:
-            raise ValueError(f"the blocks of {where[0]} run more than once in a pass, so that none can be removed")
+            raise ValueError(f"the blocks of {where[0]} run more than once in a pass, so none can be removed")
         identity = calls[block][0] if calls[block] else None
         if identity is not None and any(parameter.ndim > 1 for parameter in block.parameters()):
             skips[where] = block, identity

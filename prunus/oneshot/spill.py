@@ -86,7 +86,7 @@ class _File:
         try:
             return act(*args, **kwargs)
         except OSError as error:
-            what = f"{error.strerror}: activations beyond the limit of memory go there; make room, or allow more memory"
+            what = f"{error.strerror}: activations beyond the memory limit go there; free some space, or raise memory"
             raise OSError(error.errno, what, str(self.folder)) from error
 
 

@@ -322,4 +322,4 @@ def _check_finite(group: Group, x: Tensor, valid: Tensor | None, samples: Sample
     where = f"samples {samples.number(chunk)} to {samples.number(chunk, num - 1)}"
     if len(x) == num or num == 1:
         where = f"sample {samples.number(chunk, int(is_bad.reshape(num, -1).any(1).nonzero()[0]))}"
-    raise ValueError(f"the inputs of {', '.join(group.names)} are not finite: look at {where}")
+    raise ValueError(f"the inputs of {', '.join(group.names)} are not finite; check {where}")

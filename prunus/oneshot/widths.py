@@ -33,18 +33,23 @@ class Wanted:
         if self.keeps_heads:
             by_hand.remove("heads")
         if self.size is None and not by_hand:
-            raise ValueError("say how much stays, size=0.7, or what goes: neurons=, heads=, layers= or experts=")
+            raise ValueError(
+                "pass size=, the share that stays (such as 0.7), or what to remove: neurons=, heads=, layers= or "
+                "experts="
+            )
         if self.size is not None and not {"neurons", "heads"}.isdisjoint(by_hand):
             raise ValueError(
-                "size says how many neurons and heads stay; give either size or neurons and heads, or heads=0 with a "
-                "size to keep all heads"
+                "size sets how many neurons and heads stay; give either size, or neurons and heads; with size, heads=0 "
+                "keeps all heads"
             )
         if self.size is not None and not (_is_number(self.size) and 0 < self.size < 1):
-            raise ValueError(f"size is the share of the weights that stays, above 0 and below 1, got {self.size!r}")
+            raise ValueError(
+                f"size, the share of the weights that stays, must be above 0 and below 1, got {self.size!r}"
+            )
         for name in by_hand:
             _check_removed(name, given[name])
         if not isinstance(self.multiple, Integral) or isinstance(self.multiple, bool) or self.multiple < 1:
-            raise ValueError(f"multiple is a whole number, at least 1, got {self.multiple!r}")
+            raise ValueError(f"multiple must be a whole number of at least 1, got {self.multiple!r}")
 
     @property
     def keeps_heads(self) -> bool:
@@ -62,7 +67,7 @@ def _is_number(value: object) -> bool:
 def _check_removed(name: str, value: Removed) -> None:
     is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
     if not is_count and not (_is_number(value) and 0 < float(value or 0) < 1):
-        raise ValueError(f"{name} is a number to remove, at least 1, or a fraction between 0 and 1, got {value!r}")
+        raise ValueError(f"{name} must be a number to remove, at least 1, or a fraction between 0 and 1, got {value!r}")
 
 
 def num_removed(name: str, wanted: float, num: int) -> int:
@@ -70,9 +75,11 @@ def num_removed(name: str, wanted: float, num: int) -> int:
     _check_removed(name, wanted)
     removed = int(wanted) if isinstance(wanted, Integral) else round(wanted * num)
     if removed >= num:
-        raise ValueError(f"{name}={wanted:g} removes {removed} of {num}, and none would stay; give a smaller one")
+        raise ValueError(
+            f"{name}={wanted:g} would remove {removed} of {num}; give a smaller one, so that at least one stays"
+        )
     if not removed:
-        raise ValueError(f"{name}={wanted:g} of {num} is less than one of them; give a larger share, or a number")
+        raise ValueError(f"{name}={wanted:g} of {num} is less than one; give a larger fraction, or a number")
     return removed
 
 
@@ -110,8 +117,8 @@ class Widths:
                 elif left[field] not in (allowed := self.plan.allowed(field)):
                     removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"
                     raise ValueError(
-                        f"{num - left[field]} of {num} head groups cannot go: the class takes no such number with its "
-                        f"width; numbers that can go: {removable}"
+                        f"cannot remove {num - left[field]} of {num} head groups: the class does not support what is "
+                        f"left; numbers that can go: {removable}"
                     )
         return left
 
@@ -139,9 +146,9 @@ class Widths:
         if at == 0 or min(left(shares[at - 1]).values()) < 1:
             unit = "neuron" if self.nums["neurons"] else "head group"
             raise ValueError(
-                f"size={wanted.size:g} leaves no {unit}: without any, {self.num_weights(left(0.0)):,} of the "
-                f"{num_now:,} weights would still be there, and {int(most):,} may; give a larger size, "
-                "or layers= or experts= too"
+                f"size={wanted.size:g} leaves no {unit}: without any, {self.num_weights(left(0.0)):,} of {num_now:,} "
+                f"weights would still be left, but only {int(most):,} may be; give a larger size, or also layers= or "
+                "experts="
             )
         return left(shares[at - 1])
 

@@ -68,8 +68,8 @@ def check_codes(model: nn.Module, *, is_sharded: bool) -> None:
     for name, on_grid in on_grids(model).items():
         if is_sharded or is_dtensor(weight := model.get_parameter(name)):
             raise ValueError(
-                f"{name} is in codes of {on_grid.grid.bits} bits, whose scales do not learn sharded by FSDP; "
-                "recover it on one process or with DDP, or before it is quantised"
+                f"{name} has {on_grid.grid.bits}-bit codes, whose scales cannot learn under FSDP; recover on one "
+                "process, with DDP, or before quantising"
             )
         check_on_grid(name, weight, on_grid)
 

@@ -80,7 +80,7 @@ class Distillation:
         if mine.shape != theirs.shape:
             raise ValueError(
                 f"student and teacher return outputs of different shapes, {tuple(mine.shape)} and "
-                f"{tuple(theirs.shape)}: they need the same vocabulary or classes; give the model that was pruned"
+                f"{tuple(theirs.shape)}: they need the same vocabulary or classes; give the dense model that was pruned"
             )
         problem = getattr(getattr(self.student, "config", None), "problem_type", None)
         distances = [distance_of(expected, each, problem) for each in batches]
@@ -98,8 +98,8 @@ class Distillation:
         self.has_labels = labels is not None and labels.numel() * num_classes == mine.numel()
         if self.hard and not self.has_labels:
             raise ValueError(
-                "hard > 0 and recovery without a teacher learn from labels, and the batches have none; give pairs "
-                "(input, labels) or dicts with labels"
+                "hard > 0, or no teacher, needs labels, but the batches have none; give pairs (input, labels) or dicts "
+                "with labels"
             )
 
     def labels(self, batch: Tree) -> Tensor | None:

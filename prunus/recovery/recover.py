@@ -53,30 +53,31 @@ def recover(
     seed: int = 0,
     progress: Progress | bool | None = None,
 ) -> Recovery:
-    """Train ``model`` in place to give the outputs of ``teacher``; zeros of its matrices stay exactly where they are.
+    """Train ``model`` in place to give the outputs of ``teacher``; zeros in its matrices stay exactly where they are.
 
     The loss is ``KL(teacher || student)`` at every token that is not padding, or at every label of a classifier, plus
-    ``hard`` times the cross-entropy of the labels (of text, the next tokens). If the model does not return logits,
-    it is the mean square difference of its outputs. ``teacher`` is a model, ``result.dense()`` of ``prune``, or a
-    folder; with ``None`` the loss is the cross-entropy alone. Dropout is off, and batch norms use their running
+    ``hard`` times the cross-entropy of the labels (for text, of the next tokens). If the model does not return logits,
+    it is the mean squared difference of the outputs. ``teacher`` is a model, such as ``result.dense()`` of ``prune``,
+    or a folder; with ``None`` the loss is the cross-entropy alone. Dropout is off, and batch norms use their running
     statistics.
 
-    ``batches`` are read as ``prune`` reads them, once or again and again, ``accumulate`` of them a step and process.
-    The first ``held_out`` of them are not trained on: the model ends in the state that is best on them. ``train``
-    restricts what learns: globs over names of parameters. ``lr=None`` finds the learning rate by three short trials,
-    where there are at least 300 steps; it is 1e-3 for fewer. 16-bit models learn in float32 and end in their own dtype.
-    Codes of a quantised model stay as they are: the scales of its weights learn in their place, and end in bfloat16.
+    ``batches`` are those that ``prune`` takes; a step reads ``accumulate`` of them on each process, and a list or
+    loader starts again at its end. The first ``held_out`` of them (at most a fifth of a list), or batches given there,
+    are not trained on: the model ends in the state that is best on them. ``train``, globs over parameter names,
+    restricts what learns. ``lr=None`` finds the learning rate in three short trials, or takes 1e-3 if there are fewer
+    than 300 steps. 16-bit models learn in float32 and end in their own dtype. A quantised model keeps its codes: the
+    scales of its weights learn instead, and end in bfloat16.
 
-    With ``state``, a folder, a run that was killed goes on from its last checkpoint when it is called again. ``out`` is
-    a folder to write the model to, which must not exist; unless ``state`` says otherwise, checkpoints are beside it.
-    ``args`` are ``TrainingArguments`` for FSDP, trackers, the device and all else. Needs transformers and accelerate.
+    With ``state``, a folder, a run that was killed continues from its last checkpoint when you repeat the call. ``out``
+    is a new folder to write the model to; without ``state``, checkpoints are beside it until the end. ``args`` are
+    ``TrainingArguments`` for FSDP, trackers, the device and all else. Needs transformers and accelerate.
     """
     _check_numbers(steps, lr, hard, accumulate, evaluations)
     unfinished = None
     if out is not None:
         out = Path(out)
         if out.exists():
-            raise ValueError(f"{out} is there already; give another folder as out")
+            raise ValueError(f"{out} is there already; choose another out")
         if state is None:
             state = unfinished = out.with_name(f".{out.name}.unfinished")
     student = unwrapped_model(model)

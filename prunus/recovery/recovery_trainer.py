@@ -310,8 +310,8 @@ class _Driver(TrainerCallback):
                 trainer.best.step = step
             except (OSError, KeyError, RuntimeError) as error:
                 warnings.warn(
-                    f"the best state so far, of step {step}, is not in {path} ({error}); it begins anew with this one, "
-                    "as where a run goes on with another number of processes",
+                    f"cannot load the best state so far, of step {step}, from {path} ({error}), for example because "
+                    "the number of processes changed; this state now counts as the best",
                     stacklevel=2,
                 )
                 trainer.figures = {s: m for s, m in trainer.figures.items() if s <= plan.num_trial_steps or s > step}

@@ -29,10 +29,10 @@ class Point:
 
 @dataclass(repr=False)
 class Recovery:
-    """Figures of the student before and after and of its teacher, all on the same held-out batches.
+    """What recovery achieved: figures of the student before and after, and of its teacher, on the held-out batches.
 
-    ``curve`` begins with the student as it was, and leaves out trials of learning rates, whose steps and tokens count.
-    The student is in the state of ``best_step``, its best on the curve.
+    ``curve`` starts with the student as it was and leaves out the trials of learning rates, which ``steps`` and
+    ``tokens`` include. The student is in the state of ``best_step``, the best one on the curve.
     """
 
     before: Figures
@@ -45,9 +45,9 @@ class Recovery:
     steps: int
     tokens: int
     seconds: float
-    num_zeros: int  # which stayed where they were
+    num_zeros: int  # all of them where they were
     notes: list[str] = field(default_factory=list)
-    distance: str = "KL divergence"  # what ``kl`` is
+    distance: str = "KL divergence"  # what ``kl`` measures
     undo: Callable[[], None] = field(default=lambda: None)
 
     def undo_(self) -> None:
@@ -74,16 +74,16 @@ class Recovery:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether its accuracy was measured: of text the perplexity says more."""
+        """Whether accuracy was measured; for text only perplexity is."""
         return self.before.accuracy is not None
 
     @property
     def metric(self) -> str:
-        """What it is judged by: accuracy or perplexity, or without labels the distance from the teacher."""
+        """Name of the main figure: ``accuracy`` or ``perplexity``, or without labels ``kl``."""
         return "kl" if self.before.loss is None else "accuracy" if self.is_classifier else "perplexity"
 
     def plot(self) -> Figure:
-        """A chart of the curve, with lines for the teacher and for the student before."""
+        """A chart of the curve, with lines for the teacher and for the student before recovery."""
         models = ({} if self.teacher.kl is None else {"teacher": self.teacher}) | {"before recovery": self.before}
         levels = {name: getattr(figures, self.metric) for name, figures in models.items()}
         return recovery_chart([(p.tokens, getattr(p, self.metric)) for p in self.curve], levels, self.metric)
@@ -95,7 +95,7 @@ class Recovery:
         return notebook_html(str(self), self.plot, ("step", "tokens", *names), rows)
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """Everything as plain values, for JSON."""
         names = ("lr", "lr_reason", "best_step", "steps", "tokens", "seconds", "num_zeros", "notes", "distance")
         models = {name: asdict(getattr(self, name)) for name in ("before", "after", "teacher")}
         return models | {name: getattr(self, name) for name in names} | {"curve": [asdict(one) for one in self.curve]}

@@ -60,7 +60,7 @@ def last_checkpoint(folder: Path, settings: dict[str, Any]) -> str | None:
         if other := [name for name, value in settings.items() if known.get(name) != value]:
             raise ValueError(
                 f"{folder} holds a run with another {other[0]} ({known.get(other[0])}, now {settings[other[0]]}); "
-                "go on with the same, or remove the folder to begin anew"
+                "repeat the call with the old value, or remove the folder to start again"
             )
     else:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,11 +40,11 @@ class Batches:
         else:
             self.held_out = self._hold_out(held_out)
         if not self.held_out:
-            raise ValueError("held_out must hold at least one batch, on which the best state is chosen")
+            raise ValueError("held_out must hold at least one batch, to choose the best state on")
 
     def _hold_out(self, num: int) -> list[Tree]:
         if num < 1:
-            raise ValueError(f"held_out is a number of batches, at least 1, or the batches themselves; got {num}")
+            raise ValueError(f"held_out must be a number of batches, at least 1, or the batches themselves; got {num}")
         if not isinstance(self.source, Sequence):
             reading = self._read()
             first = list(islice(reading, num + 1))
@@ -56,7 +56,7 @@ class Batches:
             self.source, self._is_read_once = first, False  # so few that they are kept
         if len(self.source) < 2:
             count = "no batch was" if not len(self.source) else "one batch was"
-            raise ValueError(f"{count} given, and recovery needs one to learn from and one to measure on; give more")
+            raise ValueError(f"{count} given, but recovery needs one to learn from and one to measure on; give more")
         self.num_skipped = min(num, max(1, len(self.source) // 5))
         return [plain_batch(self.source[i]) for i in range(self.num_skipped)]
 
@@ -100,8 +100,8 @@ class Batches:
                 held = list(islice(reading, self.num_skipped))
                 if held and digest(held[0]) != digest(self.held_out[0]):
                     raise ValueError(
-                        "the batches come in another order when they are read again, so held-out ones would be "
-                        "learned from; pass held_out=, batches of their own"
+                        "the batches change their order when read again, so training would see held-out ones; pass "
+                        "separate batches as held_out="
                     )
                 num_passed = sum(1 for _ in islice(reading, number))
             num_read = num_passed
@@ -160,7 +160,7 @@ class Steps(IterableDataset):
                 mine = [batch for i, batch in enumerate(islice(reading, per_step)) if i % self.num_ranks == self.rank]
                 if len(mine) < self.accumulate:
                     warnings.warn(
-                        f"the batches ended after {step} of {self.plan.steps} steps: the best state so far is kept; "
+                        f"the batches ended after {step} of {self.plan.steps} steps, so the best state so far is kept; "
                         "give batches that can be read again, or fewer steps",
                         stacklevel=2,
                     )

@@ -19,7 +19,7 @@ OF_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # w
 
 def check_values(model: nn.Module) -> None:
     if any(getattr(module, "is_packed", False) for module in model.modules()):
-        raise ValueError("the model's layers are sparse and cannot learn: call unsparsify_(model) first")
+        raise ValueError("the model has sparse layers, which cannot learn: call unsparsify_(model) first")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; load the weights first")
@@ -32,7 +32,8 @@ def loaded(teacher: nn.Module | str | Path | None) -> nn.Module | None:
         return load_any_model(Path(teacher))
     if teacher is not None and not isinstance(teacher, nn.Module):
         raise ValueError(
-            f"teacher is a model, a folder or None, got {type(teacher).__name__}; for a Result, give result.dense()"
+            f"teacher must be a model, a folder or None, got {type(teacher).__name__}; from a Result, pass "
+            "result.dense()"
         )
     return None if teacher is None else unwrapped_model(teacher)
 
@@ -42,8 +43,8 @@ def check_apart(student: nn.Module, teacher: nn.Module) -> None:
     for parameter in teacher.parameters():
         if parameter.numel() and (name := own.get(local(parameter).untyped_storage().data_ptr())):
             raise ValueError(
-                f"teacher and student share {name}, so the teacher would learn too; give result.dense(), or a model "
-                "that was loaded by itself"
+                f"teacher and student share {name}, so the teacher would learn too; pass result.dense(), or a "
+                "separately loaded model"
             )
 
 

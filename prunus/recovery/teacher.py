@@ -68,7 +68,7 @@ class Teacher:
         release(self.device)
         num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         raise ValueError(
-            f"the teacher takes {num_bytes / 2**30:.1f} GiB, more than {self.device} has left; --offload-teacher "
+            f"the teacher needs {num_bytes / 2**30:.1f} GiB, more than {self.device} has left; --offload-teacher "
             "(offload_teacher=True) keeps it in main memory, one block at a time on the device"
         )
 
@@ -108,6 +108,6 @@ def check_dense(model: nn.Module) -> None:
     shares = sorted(1 - int(matrix.count_nonzero()) / matrix.numel() for matrix in matrices)
     if shares and shares[len(shares) // 2] > MOST_ZEROS:
         raise ValueError(
-            f"the teacher is pruned itself: half of its matrices have {shares[len(shares) // 2]:.0%} zeros or more; "
+            f"the teacher is itself pruned: half of its matrices have {shares[len(shares) // 2]:.0%} zeros or more; "
             "give the dense model"
         )

@@ -141,7 +141,7 @@ def _compiler() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise OSError("NVRTC, which torch for CUDA brings, is not there")
+    raise OSError("NVRTC, which comes with torch for CUDA, is missing")
 
 
 def _compiled(name: str, architecture: str) -> tuple[bytes, bytes]:
@@ -155,7 +155,7 @@ def _compiled(name: str, architecture: str) -> tuple[bytes, bytes]:
             log = ctypes.create_string_buffer(max(1, size.value))
             library.nvrtcGetProgramLog(program, log)
             text = log.value.decode(errors="replace")
-            raise RuntimeError(f"NVRTC does not compile {name} for {architecture}: {text}")
+            raise RuntimeError(f"NVRTC cannot compile {name} for {architecture}: {text}")
 
     check(library.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"kernels.cu", 0, None, None))
     try:

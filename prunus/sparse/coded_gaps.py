@@ -68,7 +68,7 @@ class CodedGaps(TileForm):
             is_entry = (value == NOTHING) | ((value % 2 == 0) & is_inside)
             whole = whole and bool((is_entry & (column < 2 * GROUP)).all())
         if not whole:
-            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
+            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
 
 
 def coded_gaps_of(weight: Coded, dtype: torch.dtype) -> CodedGaps:

@@ -43,7 +43,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; do_sample=False is greedy")
+            raise ValueError(
+                f"temperature must be above 0, got {self.temperature}; for greedy text, use do_sample=False"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -68,13 +70,13 @@ class Sampling:
 
 
 class Decoder:
-    """``Decoder(model).generate(input_ids, max_new_tokens=64)``, ids in and out as with ``model.generate``.
+    """Generates text: ``Decoder(model).generate(input_ids, max_new_tokens=64)``, ids as with ``model.generate``.
 
-    The model is a causal one of transformers with a static cache, on one device, dense or made sparse by ``sparsify_``
-    or ``semi_structured_``; the decoder changes nothing in it. Its weights may change between calls in place only.
-    ``compile=True`` has torch compile the blocks at the first call of a batch size, so that the small operations
-    between the products are few. It takes seconds, whatever the number of blocks: they share what is compiled. It pays
-    on a GPU; on a CPU it gains little.
+    The model is a causal language model of transformers that supports a static cache, on one device, dense or made
+    sparse by ``sparsify_`` or ``semi_structured_``. The decoder does not change it; between calls you may change its
+    weights, but only in place. ``compile=True`` lets torch compile the blocks at the first call of a batch size, which
+    fuses the small operations between the products. That takes seconds, whatever the number of blocks, since they
+    share the compiled code. It pays on a GPU; on a CPU it gains little.
     """
 
     def __init__(self, model: nn.Module, *, compile: bool = False) -> None:
@@ -100,11 +102,11 @@ class Decoder:
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
     ) -> Tensor:
-        """The prompts (batch, length) with their new tokens behind them.
+        """The prompts (batch, length), each followed by its new tokens.
 
-        Prompts of different lengths are padded on the left, which ``attention_mask`` has zeros for. A sequence ends
-        with ``eos_token_id``, by default that of the model's generation config, -1 for none, and is filled up with
-        ``pad_token_id``. ``seed`` makes sampled text repeatable.
+        Pad prompts of different lengths on the left, with zeros in ``attention_mask``. A sequence ends at
+        ``eos_token_id`` (default: that of the model's generation config; -1: none), and ``pad_token_id`` fills the
+        rest. ``seed`` makes sampled text repeatable.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p)
         check_is_read(do_sample, temperature=None if temperature == 1.0 else temperature, top_k=top_k, top_p=top_p)
@@ -135,15 +137,17 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Prompt and mask on the model's device; ValueError for what the model cannot read."""
         if not isinstance(ids, Tensor):
-            raise ValueError(f"input_ids is a tensor (batch, length), as torch.tensor([[1, 2]]), got {ids!r:.40}")
+            raise ValueError(
+                f"input_ids must be a tensor (batch, length), such as torch.tensor([[1, 2]]), got {ids!r:.40}"
+            )
         if ids.ndim != 2:
-            advice = "of one prompt write input_ids[None]" if ids.ndim == 1 else "give one row for each prompt"
+            advice = "for one prompt, pass input_ids[None]" if ids.ndim == 1 else "give one row for each prompt"
             raise ValueError(f"input_ids must be (batch, length), got {tuple(ids.shape)}; {advice}")
         if ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids must be token ids, of int64 or int32, got {ids.dtype}; write input_ids.long()")
+            raise ValueError(f"input_ids must be token ids, int64 or int32, got {ids.dtype}; pass input_ids.long()")
         if not ids.numel():
             raise ValueError(
-                f"input_ids must have a token for each prompt, got {tuple(ids.shape)}; begin with the start token"
+                f"input_ids must have at least one token per prompt, got {tuple(ids.shape)}; begin with the start token"
             )
         if len(ids) > MOST_SEQUENCES:
             raise ValueError(f"the decoder takes 1 to {MOST_SEQUENCES} sequences at a time, got {len(ids)}; split them")
@@ -153,13 +157,14 @@ class Decoder:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= config.vocab_size:
             raise ValueError(
-                f"input_ids has the token {low if low < 0 else high}, but the model's are 0 to {config.vocab_size - 1}"
+                f"input_ids has the token {low if low < 0 else high}, but the model's tokens are 0 to "
+                f"{config.vocab_size - 1}"
             )
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and ids.shape[1] + max_new_tokens > longest:
             raise ValueError(
-                f"a prompt of {ids.shape[1]} tokens and {max_new_tokens} new ones are more than the {longest} that the "
-                "model reads; shorten the prompt, or ask for fewer"
+                f"a prompt of {ids.shape[1]} tokens plus {max_new_tokens} new ones exceeds the {longest} that the "
+                "model reads; shorten the prompt, or lower max_new_tokens"
             )
         ids = ids.to(self.device, torch.int64)
         if mask is None:  # as model.generate does: padding is told from the pad token where it is not an end too
@@ -194,8 +199,7 @@ def check_is_read(do_sample: bool, **options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not do_sample:
             raise ValueError(
-                f"{name}={value} says how tokens are drawn, but the most likely ones are taken; "
-                f"add do_sample=True, or leave {name} off"
+                f"{name}={value} only affects sampling, which is off; add do_sample=True, or leave out {name}"
             )
 
 
@@ -203,15 +207,15 @@ def check_model(model: nn.Module) -> None:
     """ValueError for a model that the decoder cannot run."""
     name = type(model).__name__
     if not hasattr(model, "prepare_inputs_for_generation") or not hasattr(model, "generation_config"):
-        raise ValueError(f"the decoder runs causal language models of transformers; {name} is none")
+        raise ValueError(f"the decoder runs causal language models of transformers; {name} is not one")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} has an encoder; the decoder runs causal language models alone: use model.generate")
+        raise ValueError(f"{name} has an encoder; the decoder runs only causal language models: use model.generate")
     for parameter_name, parameter in model.named_parameters():
         check_values(parameter_name, parameter)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         places = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the decoder runs a model on one device, but its weights are on {places}; move them")
+        raise ValueError(f"the decoder needs all weights on one device, but they are on {places}; move them")
     for setting, neutral in NEUTRAL.items():
         if (value := getattr(model.generation_config, setting, None)) not in neutral:
             raise ValueError(

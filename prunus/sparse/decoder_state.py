@@ -208,7 +208,7 @@ def static_cache(model: Any, length: int) -> Any:
     try:
         from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
     except ImportError:
-        raise ValueError("the decoder takes transformers 5 or newer: pip install -U transformers") from None
+        raise ValueError("the decoder needs transformers 5 or newer: pip install -U transformers") from None
     name = type(model).__name__
     try:
         cache = StaticCache(config=model.config, max_cache_len=length)
@@ -219,7 +219,7 @@ def static_cache(model: Any, length: int) -> Any:
             cache.layers[i] = layer = StaticLayer(max_cache_len=length)
         if type(layer) is not StaticLayer or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
             kind = type(layer).__name__
-            raise ValueError(f"{name} has a layer whose state is no static cache ({kind}): use model.generate")
+            raise ValueError(f"{name} has a layer without a static cache ({kind}): use model.generate")
     return cache
 
 

@@ -90,10 +90,10 @@ class Gaps:
         whole = whole and self.codes.shape == (num_units * UNIT // 2,)
         whole = whole and (self.codes.dtype, self.heads.dtype) == (torch.uint8, torch.int16)
         if not whole or width > WIDEST:
-            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
+            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
         for first, last in row_blocks(num_rows, width) if num_units else ():
             if bool((slots_of(self, first, last).column >= width).any()):
-                raise ValueError(f"a sparse {num_rows} x {width} matrix has a column beyond its last; save it anew")
+                raise ValueError(f"a sparse {num_rows} x {width} matrix has a column beyond its last; save it again")
 
 
 def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
@@ -102,7 +102,7 @@ def gaps_of(packed: Tensor, values: Tensor, shape: Sequence[int]) -> Gaps:
     if width > WIDEST:
         raise ValueError(f"a row may have at most {WIDEST} columns, got {width}")
     if bits.num_bytes(num_rows * width) > len(packed):
-        raise ValueError(f"{num_rows} x {width} elements need {bits.num_bytes(num_rows * width)} bytes of bits")
+        raise ValueError(f"{num_rows} x {width} elements need {bits.num_bytes(num_rows * width)} bytes of mask bits")
     bits.check_count(int(bits.count(packed[: bits.num_bytes(num_rows * width)])), len(values))
     kinds, used = (values.dtype, torch.uint8, torch.int16, torch.int64), 0
     parts = [tuple(torch.empty(0, dtype=kind, device=values.device) for kind in kinds)]
@@ -216,7 +216,7 @@ def entries_of(keep: Tensor, values: Tensor, longest: int, nothing: int | None =
 def _table(counts: Tensor) -> Tensor:
     columns = [torch.cat([counts.new_zeros(1), (-(-counts // size)).cumsum(0)]) for size in (UNIT, BLOCK)]
     if columns[0][-1] * UNIT >= 1 << 31:
-        raise ValueError(f"{int(columns[0][-1]) * UNIT:,} kept values are more than a matrix in gap form can have")
+        raise ValueError(f"{int(columns[0][-1]) * UNIT:,} kept values are more than the gap form can store")
     return torch.stack([*columns, torch.cat([counts, counts.new_zeros(1)])], 1).to(torch.int32)
 
 

@@ -133,8 +133,8 @@ class SparseLinear(nn.Module):
 @cache  # once in a process
 def warn_of_training() -> None:
     warnings.warn(
-        "the weights of sparse layers do not learn: to train the model, call unsparsify_(model) and make the optimizer "
-        "after it; to run it, call model.eval()",
+        "sparse layers do not train: to train the model, call unsparsify_(model), then make the optimizer; to run it, "
+        "call model.eval()",
         stacklevel=3,
     )
 
@@ -152,7 +152,7 @@ def refuse_saving(*_: Any, **__: Any) -> None:
     """Stands in the place of ``save_pretrained`` in models with sparse layers, since trainers give it the state."""
     raise ValueError(
         "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model) "
-        "before save_pretrained, or write prunus.save_model(model, folder) after it"
+        "first, then save_pretrained or prunus.save_model"
     )
 
 
@@ -178,7 +178,8 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     if type(new) is not type(form):
         wanted, got = (type(each).__name__ for each in (form, new))
         raise ValueError(
-            f"{prefix.rstrip('.')} is kept as {wanted}, but its state has {got}; sparsify_ a model like it"
+            f"{prefix.rstrip('.')} is stored as {wanted}, but the state has {got}; load it into a model that was "
+            "sparsified in the same way"
         )
     new.check()
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
@@ -259,21 +260,21 @@ def sparsify_(
     exclude: str | Sequence[str] = (),
     least: float | None = None,
 ) -> list[str]:
-    """Replace linear layers by sparse ones, in place; names of those replaced. ``unsparsify_`` undoes it.
+    """Replace linear layers by sparse ones in place, and return their names; ``unsparsify_`` undoes it.
 
-    A layer is taken that is faster sparse on its device in products with ``vectors`` vectors, which is the batch size
-    of decoding; kinds of layers are measured once on a machine. With ``least`` nothing is measured: layers with that
-    share of zeros or more are taken. A weight must be of a type that the form holds, and not tied to another. One on a
-    grid of 4 bits keeps its codes on a GPU that multiplies tiles, where that is the fastest; others keep their values.
-    ``only``, globs over names, restricts to the layers that match, and ``exclude`` leaves out those that match. Layers
-    that read the same input, as q, k and v of attention, compute as one.
+    It replaces the layers that run faster sparse on their device with ``vectors`` vectors at a time, which is the batch
+    size of decoding; each kind of layer is measured once per machine. With ``least`` nothing is measured: layers with
+    at least that share of zeros are replaced. A weight must have a supported dtype and not be tied to another. One on a
+    4-bit grid keeps its codes on GPUs of compute capability 9.0 or newer, if that is fastest or ``least`` is given; the
+    others keep their values. Globs over names: ``only`` restricts the layers, and ``exclude`` leaves some out. Layers
+    that read the same input, such as q, k and v of attention, compute as one.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"sparsify_ takes a model, got {type(model).__name__}; load_model reads one from a folder")
     if not isinstance(vectors, int) or vectors < 1:
-        raise ValueError(f"vectors, the batch size of decoding, is a whole number of at least 1, got {vectors!r}")
+        raise ValueError(f"vectors, the batch size of decoding, must be a whole number of at least 1, got {vectors!r}")
     if least is not None and not 0 <= least <= 1:
-        raise ValueError(f"least is a share of zeros in [0, 1], as 0.5 for a half, got {least}")
+        raise ValueError(f"least must be a share of zeros in [0, 1], such as 0.5, got {least}")
     weights = {name: linear_weight(layer) for name, layer in chosen(model, only, exclude).items()}
     for name, weight in weights.items():
         check_values(f"{name}.weight", weight)
@@ -363,7 +364,7 @@ def can_join(layers: Sequence[SparseLinear]) -> bool:
 @torch.inference_mode(False)  # parameters that are made in it could not be trained
 @torch.no_grad()
 def unsparsify_(model: nn.Module) -> list[str]:
-    """Put the linear layers back that ``sparsify_`` replaced, with zeros and on their grids, in place; their names."""
+    """Put back the linear layers that ``sparsify_`` replaced, with their zeros and grids, and return their names."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLinear) and layer.origin}
     for name, layer in layers.items():
         assert layer.origin is not None

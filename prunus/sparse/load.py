@@ -34,11 +34,11 @@ from .times import CODED_FORMS, WeightKind, kind_of, scales_of_codes
 def load_packed(
     folder: str | Path, device: torch.device | str = "cpu", *, vectors: int = 1, least: float | None = None
 ) -> Any:
-    """The model of a folder, small or plain, with sparse layers where ``sparsify_`` would put them.
+    """The model in a folder, small or plain, with sparse layers where ``sparsify_`` would put them.
 
-    A sparse layer is made of the bits and values of the file; of a plain file one weight at a time is read dense.
-    A layer of 4-bit codes keeps them on a GPU that multiplies tiles; elsewhere, and of other bits, it keeps the values
-    of its codes. Models that transformers converts as it loads them are loaded dense first.
+    Sparse layers are built from the bits and values in the file; from a plain file one weight at a time is read dense.
+    Layers keep 4-bit codes where ``sparsify_`` would; other codes become values. Models that transformers converts as
+    it loads them are loaded dense first.
     """
     folder, device = Path(folder), device_of(device)
     check_device(device)

@@ -71,13 +71,12 @@ def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
 def check_input(x: Tensor, shape: Sequence[int], device: torch.device) -> None:
     """ValueError for what a matrix (out, in) on ``device`` cannot be multiplied by."""
     if not x.shape or x.shape[-1] != shape[1]:
-        raise ValueError(
-            f"a sparse layer of {shape[1]} inputs takes a tensor (..., {shape[1]}), got {tuple(x.shape)}; "
-            f"give it one whose last dimension is {shape[1]}"
-        )
+        raise ValueError(f"a sparse layer of {shape[1]} inputs takes a tensor (..., {shape[1]}), got {tuple(x.shape)}")
     if x.dtype not in INPUT_DTYPES:
         legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
-        raise ValueError(f"a sparse layer takes a tensor of {legal}, got {x.dtype}; convert it, as by x.float()")
+        raise ValueError(
+            f"a sparse layer takes a tensor of {legal}, got {x.dtype}; convert it, for example by x.float()"
+        )
     if x.device != device:
         raise ValueError(f"a sparse layer on {device} got a tensor on {x.device}; move one of them with .to()")
 
@@ -126,7 +125,7 @@ def _kernels() -> Any:
     try:
         from . import _triton
     except ImportError as error:
-        raise ValueError(f"sparse products on a GPU are Triton kernels: pip install triton ({error})") from None
+        raise ValueError(f"sparse products on a GPU need Triton: pip install triton ({error})") from None
     return _triton
 
 

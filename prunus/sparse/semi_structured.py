@@ -22,12 +22,12 @@ def is_two_of_four(weight: Tensor) -> bool:
 def semi_structured_(
     model: nn.Module, *, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()
 ) -> list[str]:
-    """Turn the weights of 2:4 linear layers into semi-structured tensors, in place; the names of those layers.
+    """Turn the weights of 2:4 linear layers into semi-structured tensors in place, and return the layers' names.
 
-    Layers with half of their weights zero are taken: with ``only``, globs over names, those that match, and none that
-    ``exclude`` matches. If one of them is not 2:4, a ValueError names it, and the model is as it was. Run it under CUDA
-    graphs: without them cuSPARSELt plans each product again, which takes about half a millisecond and pays only for
-    large ones.
+    It takes layers with at least half of their weights zero; globs over names: ``only`` restricts them, ``exclude``
+    leaves some out. If one cannot be converted, for example because it is not 2:4, a ValueError names it and the model
+    is unchanged. Run the model under CUDA graphs: otherwise cuSPARSELt plans every product again, which takes about
+    half a millisecond and pays only for large products.
     """
     layers = {name: layer for name, layer in chosen(model, only, exclude).items() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
@@ -35,15 +35,15 @@ def semi_structured_(
     layers = {name: each for name, each in layers.items() if 2 * each.weight.count_nonzero() <= each.weight.numel()}
     if not layers:
         which = " that only and exclude leave" if only or exclude else ""
-        raise ValueError(f"no linear layer{which} has half of its weights zero: prune to 2:4 first, with NofM(2, 4)")
+        raise ValueError(f"no linear layer{which} is at least half zeros: prune to 2:4 first, with NofM(2, 4)")
     for name, layer in layers.items():
         if reason := why_not(layer.weight):
             raise ValueError(f"{name}.weight {reason}; exclude the layer, or prune it with NofM(2, 4)")
     device = next(iter(layers.values())).weight.device
     if not can_run(device):
         raise ValueError(
-            f"semi-structured tensors run on NVIDIA GPUs from compute capability 8.0 on, but the model is on {device}; "
-            'move it there with model.to("cuda") first'
+            "semi-structured tensors need an NVIDIA GPU of compute capability 8.0 or newer, but the model is on "
+            f'{device}; move it with model.to("cuda") first'
         )
     for layer in layers.values():
         layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
@@ -55,7 +55,7 @@ def why_not(weight: Tensor) -> str | None:
     if weight.dtype not in DTYPES:
         return f"is {str(weight.dtype).removeprefix('torch.')}, not bfloat16 or float16"
     if any(size % multiple for size, multiple in zip(weight.shape, MULTIPLES, strict=True)):
-        return f"is {weight.shape[0]} x {weight.shape[1]}, which is no multiple of {MULTIPLES[0]} x {MULTIPLES[1]}"
+        return f"is {weight.shape[0]} x {weight.shape[1]}, not a multiple of {MULTIPLES[0]} x {MULTIPLES[1]}"
     if not is_two_of_four(weight):
         return "is not 2:4: some four neighbouring inputs keep more than two"
     return None

@@ -139,7 +139,7 @@ def check_tiles(tiles: TileForm, head: int, in_unit: int, dtype: torch.dtype) ->
         whole = torch.equal((num_kept + in_unit - 1) // in_unit, sizes)
     if not whole:
         num_rows, width = tiles.shape
-        raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it anew")
+        raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
 
 
 def heads_of(tiles: TileForm, num_bytes: int) -> Tensor:
@@ -183,7 +183,7 @@ def joined_parts(
     data = torch.cat([empty, *(part[0] for part in parts)])
     units = torch.cat([torch.zeros(1, dtype=torch.int64, device=empty.device), *(part[1] for part in parts)])
     if data.nbytes // 16 >= 1 << 31:
-        raise ValueError(f"{num_rows} x {width} is more than a matrix in tiles can have")
+        raise ValueError(f"{num_rows} x {width} is more than the tile form can store")
     return data, units.cumsum(0).to(torch.int32), (num_rows, width), dtype, stage_of(int(units.max()))
 
 

@@ -108,13 +108,13 @@ def find_corpus(path: Path, report: Progress | None = None) -> Corpus:
     """The files of a text, each read through once: what is no text is left out of a folder, and refused by itself."""
     check_regular(path)
     if not path.exists():
-        raise ValueError(f"there is no {path}; give a text file, or a folder of them")
+        raise ValueError(f"{path} does not exist; give a text file, or a folder of them")
     if path.is_dir():
         return _corpus_of_folder(path, report)
     try:
         size = _checked_size(path)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); give tokens with --tokens") from error
+        raise ValueError(f"{path} is not UTF-8 text ({error}); give tokens with --tokens") from error
     if not size:
         raise ValueError(f"{path} is empty; give a file that holds text")
     return Corpus(path, (path,), (size,), 0)
@@ -171,15 +171,15 @@ def _checked_size(path: Path) -> int:
 def _document(line: bytes, place: str) -> bytes:
     """The text in a line of .jsonl; nothing of an empty line."""
     if len(line) > LONGEST_LINE:
-        raise ValueError(f"{place} a document has at most {LONGEST_LINE / 2**20:g} MiB; split it")
+        raise ValueError(f"{place} a document may have at most {LONGEST_LINE / 2**20:g} MiB; split it")
     if not (text := line.decode("utf-8-sig")).strip():
         return b""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} JSON was expected ({error})") from error
+        raise ValueError(f"{place} expected JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'{place} an object with a string under "text" was expected, got {text.strip()[:60]}')
+        raise ValueError(f'{place} expected an object with a string under "text", got {text.strip()[:60]}')
     return value["text"].encode("utf-8", "replace")  # JSON may hold half of a pair of surrogates
 
 

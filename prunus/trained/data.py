@@ -63,8 +63,9 @@ def read_token_file(
         tokenizer = text_tokenizer(path, folder, gguf_file)
     elif path.suffix not in TEXT or not path.is_file() or (tokenizer := tokenizer_of(folder, gguf_file)) is None:
         raise ValueError(  # its bytes would pass for tokens
-            f"{path} is no file of uint16 tokens (.u16 or .bin), uint32 tokens (.u32) or .npy; give a text with --text "
-            "where the folder has a tokenizer, or make one: numpy.array(tokenizer.encode(text), '<u4').tofile('a.u32')"
+            f"{path} is not a file of uint16 tokens (.u16 or .bin), uint32 tokens (.u32) or .npy; if the folder has a "
+            "tokenizer, give text with --text, or make such a file: numpy.array(tokenizer.encode(text), "
+            "'<u4').tofile('a.u32')"
         )
     ids, notes = read_text(path, tokenizer)
     return TokenFile(path, ids, start_of(tokenizer), notes)
@@ -72,7 +73,7 @@ def read_token_file(
 
 def text_tokenizer(text: Path, folder: Path, gguf_file: str | None) -> Any:
     if (tokenizer := tokenizer_of(folder, gguf_file)) is None:
-        raise ValueError(f"{folder} has no tokenizer that transformers reads, so {text} must be given as tokens")
+        raise ValueError(f"{folder} has no tokenizer that transformers reads; give {text} as tokens")
     return tokenizer
 
 
@@ -86,7 +87,7 @@ def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError(f"the tokenizer of {folder} takes transformers: pip install prunus[hf]") from None
+        raise ValueError(f"the tokenizer of {folder} needs transformers: pip install prunus[hf]") from None
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_regular_files(folder)
     try:
@@ -116,7 +117,7 @@ def check_vocabulary(file: TokenFile, model: Any) -> None:
         )
     largest, known = int(file.ids.max(initial=0)), getattr(text_config(model), "vocab_size", 0)
     if not isinstance(known, int) or largest >= known:
-        raise ValueError(f"{file.path} holds token {largest}, but the model knows {known}")
+        raise ValueError(f"{file.path} holds token {largest}, but the model's vocabulary has {known}")
 
 
 def text_config(model: Any) -> Any:
@@ -155,10 +156,10 @@ def drawn(
     available = num_windows(ids, length, start)
     if not available:
         raise ValueError(
-            f"a window of {length} tokens is more than all {len(ids)}; give more text, or a smaller --length"
+            f"a window has {length} tokens, but there are only {len(ids)}; give more text, or a smaller --length"
         )
     if available < num and not at_most:
-        raise ValueError(f"{num} windows of {length} tokens were asked for, but there are {available}; take fewer")
+        raise ValueError(f"{num} windows of {length} tokens requested, but there are {available}; take fewer")
     return windows_at(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
 
 
@@ -208,19 +209,19 @@ def read_batches(path: Path) -> Rows:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > max(token_files.MAX_READ, 2 * path.stat().st_size):  # half a megabyte may unpack to any size
-            raise ValueError(f"it unpacks to {unpacked / 2**20:,.0f} MiB, more than is read into memory")
+            raise ValueError(f"it unpacks to {unpacked / 2**20:,.0f} MiB, more than may be read into memory")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         if odd := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-            raise ValueError(f"its member {odd[0]!r} is no array")
+            raise ValueError(f"its member {odd[0]!r} is not an array")
     except (Exception, MemoryError) as error:  # numpy and zipfile have many for a damaged file
-        raise ValueError(f"{path} is no .npz file of named arrays ({error}); numpy.savez writes one") from error
+        raise ValueError(f"{path} is not an .npz file of named arrays ({error}); write one with numpy.savez") from error
     counts = {name: array.shape[:1] for name, array in arrays.items()}
     if not arrays or len(set(counts.values())) > 1 or counts.popitem()[1] in ((), (0,)):
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise ValueError(f"{path}: every array needs one row a sample, got {shapes or 'no arrays'}")
+        raise ValueError(f"{path}: every array needs one row per sample, got {shapes or 'no arrays'}")
     if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
-        raise ValueError(f"{path}: arrays hold numbers, but {odd[0]} is {arrays[odd[0]].dtype}")
+        raise ValueError(f"{path}: arrays must hold numbers, but {odd[0]} is {arrays[odd[0]].dtype}")
     kinds = {"f": np.float32, "b": np.bool_}
     return {name: torch.from_numpy(a.astype(kinds.get(a.dtype.kind, np.int64))) for name, a in arrays.items()}
 
@@ -242,7 +243,7 @@ def split_rows(rows: Rows) -> tuple[Rows, Rows]:
     """All but the last tenth, at least one row, and that."""
     num = num_rows(rows)
     if num < 2:
-        raise ValueError("one sample cannot be calibrated and evaluated on; give more, or --eval-batches")
+        raise ValueError("one sample is not enough to calibrate and evaluate on; give more, or --eval-batches")
     edge = num - max(1, num // HELD_OUT)
     return {name: a[:edge] for name, a in rows.items()}, {name: a[edge:] for name, a in rows.items()}
 
@@ -251,6 +252,6 @@ def drawn_rows(rows: Rows, num: int, seed: int, *, at_most: bool) -> Rows:
     """``num`` different samples, chosen by ``seed``."""
     available = num_rows(rows)
     if available < num and not at_most:
-        raise ValueError(f"{num} samples were asked for, but there are {available}; take fewer")
+        raise ValueError(f"{num} samples requested, but there are {available}; take fewer")
     chosen = torch.from_numpy(np.random.default_rng(seed).permutation(available)[:num])
     return {name: array[chosen] for name, array in rows.items()}

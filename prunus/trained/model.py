@@ -118,8 +118,8 @@ def load_trained(
     if ":" in source.model:
         return _function(source.model)
     raise ValueError(
-        f"{source.model} is neither a folder with config.json, nor a .gguf file, nor a checkpoint of prunus, "
-        "nor module:function; download a model of the Hub first: hf download NAME --local-dir FOLDER"
+        f"{source.model} is neither a folder with config.json, nor a .gguf file, nor a checkpoint of prunus, nor "
+        "module:function; download a Hub model first: hf download NAME --local-dir FOLDER"
     )
 
 
@@ -146,19 +146,21 @@ def _check_samples(source: ModelSource) -> None:
     )
     is_written = source.calibrate == "self"
     if source.token_type not in ("auto", *TOKEN_TYPES) or source.start_token not in STARTS:
-        raise ValueError(f"the type of tokens is one of auto, {', '.join(TOKEN_TYPES)}, the start token {STARTS}")
+        raise ValueError(
+            f"the token type must be auto or one of {', '.join(TOKEN_TYPES)}, the start token one of {STARTS}"
+        )
     if is_written and first:
         raise ValueError(f"--calibrate self writes the calibration text; leave off --{first[0]}")
     if len(first) > 1 or len(second) > 1:
         doubled = [f"--{prefix}{name}" for prefix, names in (("", first), ("eval-", second)) for name in names]
-        raise ValueError(f"samples come from one kind of file, got {' and '.join(doubled)}")
+        raise ValueError(f"samples must come from one kind of file, got {' and '.join(doubled)}")
     if not first and (not is_written or not second):
         raise ValueError(
             "a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on, "
             "or --text and --eval-text, or --batches and --eval-batches"
         )
     if second and not is_written and ("batches" in first) != ("batches" in second):
-        raise ValueError(f"--{first[0]} calibrates on other samples than --eval-{second[0]} evaluates on")
+        raise ValueError(f"--{first[0]} and --eval-{second[0]} are different kinds of samples; use the same kind")
 
 
 def _token_files(source: ModelSource, folder: Path) -> tuple[TokenFile | None, TokenFile]:
@@ -211,7 +213,9 @@ def _windows(
     length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
     longest = getattr(text_config(model), "max_position_embeddings", None) or length
     if length > longest:
-        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; take less")
+        raise ValueError(
+            f"--length {length} is more than the {longest} tokens that the model reads; choose a smaller one"
+        )
     training = None
     if calibration is None:
         windows = written_by(model, source.samples, length, source.seed)
@@ -242,7 +246,7 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
 
     start = model.config.bos_token_id
     if start is None:
-        raise ValueError("--calibrate self begins with the start token, but the model's config has no bos_token_id")
+        raise ValueError("--calibrate self needs a start token, but the model's config has no bos_token_id")
     # no end token: a window goes on with the next text, as training data does
     how = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=start)
     device, windows = next(model.parameters()).device, []
@@ -309,11 +313,11 @@ def _function(name: str) -> TrainedModel:
     try:
         returned = getattr(import_module(module), function)()
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} names no function that can be imported: {error}") from error
+        raise ValueError(f"cannot import the function {name}: {error}") from error
     finally:
         sys.path.remove("")
     if not isinstance(returned, Mapping) or not {"model", "batches", "evaluate"} <= set(returned):
-        raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss where it needs one")
+        raise ValueError(f"{name} must return a dict with model, batches and evaluate, and loss if it needs one")
     model, note = returned["model"], None
     if hasattr(model, "save_pretrained"):
         save_plain: Callable[[Path], None] = partial(_save_pretrained, model)

@@ -138,7 +138,7 @@ def dense_outputs(model: nn.Module, rows: Rows) -> list[Tensor]:
         outputs.append(output_of(output).float().cpu())
         if (needed := outputs[0].nbytes // num_rows(part) * num_rows(rows)) > MOST_OUTPUTS:
             fewer = num_rows(rows) * MOST_OUTPUTS // needed
-            raise ValueError(f"the dense outputs take {needed / 2**30:.1f} GiB; take --eval-windows {max(1, fewer)}")
+            raise ValueError(f"the dense outputs need {needed / 2**30:.1f} GiB; pass --eval-windows {max(1, fewer)}")
     return outputs
 
 

@@ -22,7 +22,7 @@ def opened(path: Path) -> Iterator[BufferedIOBase]:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as damage:
-        raise ValueError(f"{path} is no whole {path.suffix} file ({damage}); copy it anew") from damage
+        raise ValueError(f"{path} is not a complete {path.suffix} file ({damage}); copy it again") from damage
 
 
 def suffix_of(path: Path) -> str:
@@ -36,7 +36,9 @@ def read_bytes(path: Path) -> bytes:
         content = file.read(MAX_READ + 1)
     if len(content) > MAX_READ:
         ways = "; unpack it: a plain file of tokens is not read into memory" * (path.suffix in OPENERS)
-        raise ValueError(f"{path} holds more than {MAX_READ / 2**20:g} MiB, the most that is read into memory{ways}")
+        raise ValueError(
+            f"{path} holds more than {MAX_READ / 2**20:g} MiB, the most that may be read into memory{ways}"
+        )
     return content
 
 
@@ -48,7 +50,8 @@ def read_tokens(path: Path, token_type: str = "auto") -> np.ndarray:
     """
     if not path.is_file():
         raise ValueError(
-            f"{path} is no file; give a text, tokens (.bin, .u16, .u32, .npy), 'stdlib', or images: a folder, 'digits'"
+            f"{path} is not a file; give a text, tokens (.bin, .u16, .u32, .npy), 'stdlib', or images: a folder, "
+            "'digits'"
         )
     packed, suffix = path.suffix in OPENERS, suffix_of(path)
     if suffix == ".npy" and not packed:
@@ -62,13 +65,13 @@ def read_tokens(path: Path, token_type: str = "auto") -> np.ndarray:
     if not len(raw):
         raise ValueError(f"{path} is empty; give a file that holds tokens")
     if len(raw) % kind.itemsize:
-        what = "an odd number of bytes" if kind.itemsize == 2 else "no multiple of 4 bytes"
-        raise ValueError(f"{path} should hold {kind.name} tokens, but has {what}, {len(raw)}; copy it anew")
+        what = "an odd number of bytes" if kind.itemsize == 2 else "a number of bytes that is not a multiple of 4"
+        raise ValueError(f"{path} should hold {kind.name} tokens, but has {what}, {len(raw)}; copy it again")
     tokens = raw.view(kind)
     if token_type == "auto" and kind.itemsize == 2 and _looks_like_uint32(tokens):
         raise ValueError(
-            f"{path} looks like uint32 tokens, since every second uint16 is next to nothing; "
-            "name it .u32, or say --token-type uint32 (or uint16, if that is what it is)"
+            f"{path} looks like uint32 tokens, since every second uint16 is almost 0; name it .u32, or pass "
+            "--token-type uint32 (or uint16, if that is right)"
         )
     return tokens
 
@@ -86,7 +89,7 @@ def _read_npy(path: Path) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (Exception, MemoryError) as damage:  # numpy has many for a damaged header
-        raise ValueError(f"{path} is no array that numpy.save wrote ({damage}); copy it anew") from damage
+        raise ValueError(f"{path} is not an array that numpy.save wrote ({damage}); copy it again") from damage
     if not isinstance(tokens, np.ndarray):
         raise ValueError(f"{path} is an archive of arrays (.npz), not one array; numpy.save writes one")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):

@@ -91,7 +91,7 @@ def test_export_rounds_what_is_pruned_and_keeps_every_zero(folder, options, caps
     result = json.loads((folder / "small" / "result.json").read_text())
     assert all(num_values(after, layer["name"]) <= 16 and layer["bits"] == 4 for layer in result["layers"])
     assert torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert "what was quantised to 4 bits" in said and "bits a weight" in said and "bytes before" in said
+    assert "weights quantised to 4 bits" in said and "bits a weight" in said and "bytes before" in said
     assert ("rounded to the nearest" in said) == (not options) == (" error " not in said)
     assert [*result["rows"]] == (["as it came", "in 4 bits"] if options else [])
     assert "prunus export pruned" in (folder / "small" / "README.md").read_text()
@@ -127,7 +127,7 @@ def test_pruning_a_folder_of_few_bits_further_says_that_the_result_is_of_full_si
         out = folder / f"full {is_full}"
         run("prune", small, *data_of(folder), "--sparsity", 0.8, *options, "--out", out)
         assert (
-            ("in full size without --bits" in capsys.readouterr().out)
+            ("without --bits the pruned model is written in full size" in capsys.readouterr().out)
             == is_full
             == (out / "model.safetensors").exists()
         )
@@ -235,7 +235,7 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
         (["--bits", "4", "--device", "nowhere"], "nowhere"),
         (["--bits", "4", "--private"], "without --push"),
         (["--bits", "4", "--out", "small.safetensors"], "--bits writes a folder"),
-        (["--bits", "4", "--out", __file__ + "/out"], "is no folder that you may write to"),
+        (["--bits", "4", "--out", __file__ + "/out"], "is not a folder that you can write to"),
     ],
     ids=str,
 )
@@ -248,7 +248,7 @@ def test_sources_without_a_model_are_refused(folder, capsys):
     for source in (folder / "model" / "model.safetensors", folder):
         said = refused(capsys, "export", source, "--bits", 4, "--out", folder / "out")
         assert "--bits runs the model" in said
-    assert "there is no place" not in refused(capsys, "export", folder / "model", "--bits", 4)
+    assert "there is no --out" not in refused(capsys, "export", folder / "model", "--bits", 4)
     shutil.rmtree(folder / "model")
     assert "neither a Hugging Face folder" in refused(capsys, "export", folder / "model", "--bits", 4, "--out", "out")
 

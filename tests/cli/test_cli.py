@@ -122,7 +122,7 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--sparsity", "-0.1"], "[0, 1)"),
         (["--begin", "5", "--end", "4"], "begin before it ends"),
         (["--begin", "0.5", "--end", "0.5"], "begin before it ends"),
-        (["--end", "7"], "it would end before its sparsity"),
+        (["--end", "7"], "it would not reach its sparsity"),
         (["--score", "bitter10"], "bitter10"),
         (["--exclude", "nowhere.*"], "nowhere.*"),
         (["--include", "*.bias"], "dimension"),
@@ -138,7 +138,7 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--eval-size", "-3"], "eval_size must be"),
         (["--save-every", "-1"], "save_every must be"),
         (["--warmup", "-4"], "warmup must be"),
-        (["--warmup", "1.5"], "warmup is a whole number of steps, or a fraction of the run"),
+        (["--warmup", "1.5"], "warmup must be a whole number of steps, or a fraction of the run"),
         (["--eps", "-1"], "eps must be"),
         (["--beta2", "1.5"], "beta2 must lie in [0, 1)"),
         (["--optimizer", "sgd"], "bitter7 reads Adam's moments, which sgd does not keep; pass --score magnitude"),
@@ -180,11 +180,11 @@ def test_a_folder_in_use_is_not_overwritten(text, tmp_path, capsys):
 def test_a_folder_that_another_process_trains_in_is_left_alone(text, tmp_path, capsys):
     options = (*FAST, "--data", text, "--out", tmp_path / "run")
     with lock_folder(tmp_path / "run"):
-        assert "another process works" in refused(capsys, "train", *options)
+        assert "another process is working" in refused(capsys, "train", *options)
     main([str(option) for option in ("train", *options)])
     capsys.readouterr()
     with lock_folder(tmp_path / "run"):
-        assert "another process works" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
+        assert "another process is working" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 
 
 def test_of_two_trainings_that_begin_at_once_the_later_is_refused(text, tmp_path, capsys, monkeypatch):

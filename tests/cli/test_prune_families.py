@@ -100,14 +100,14 @@ def array() -> bytes:
 
 BAD = {
     "no such file": (None, "there is no file"),
-    "a text as its member": (archive(notes=b"a text"), "its member 'notes.txt' is no array"),
-    "one array": (array(), "no .npz file of named arrays"),
-    "another kind of file": (b"not a zip", "no .npz file of named arrays"),
-    "rows that differ": ({"input_ids": np.ones((4, 6), int), "labels": np.ones(3, int)}, "one row a sample"),
+    "a text as its member": (archive(notes=b"a text"), "its member 'notes.txt' is not an array"),
+    "one array": (array(), "not an .npz file of named arrays"),
+    "another kind of file": (b"not a zip", "not an .npz file of named arrays"),
+    "rows that differ": ({"input_ids": np.ones((4, 6), int), "labels": np.ones(3, int)}, "one row per sample"),
     "no arrays": ({}, "got no arrays"),
     "an unknown name": ({"input_ids": np.ones((4, 6), int), "tokens": np.ones(4, int)}, "holds 'tokens', which"),
-    "letters": ({"input_ids": np.full((4, 6), "a")}, "arrays hold numbers"),
-    "objects": ({"input_ids": np.full(4, None)}, "no .npz file of named arrays"),
+    "letters": ({"input_ids": np.full((4, 6), "a")}, "arrays must hold numbers"),
+    "objects": ({"input_ids": np.full(4, None)}, "not an .npz file of named arrays"),
     "a wrong shape": ({"input_ids": np.ones((4, 6, 2, 2), int)}, "cannot read samples of input_ids"),
     "a single sample": ({"input_ids": np.ones((1, 6), int)}, "give more, or --eval-batches"),
 }
@@ -136,8 +136,8 @@ def test_options_that_do_not_go_together_are_one_line(tmp_path, capsys):
     for said, args in {
         "reads pixel_values, not tokens": [*prune, *tokens, "--length", 8, "--samples", 2],
         "--tokens and --batches": [*prune, *tokens, *arrays],
-        "other samples than --eval-tokens": [*prune, *arrays, "--eval-tokens", out],
-        "give --dense": ["eval", model, "--batches", save_batches(tmp_path / "b.npz", unlabelled)],
+        "--batches and --eval-tokens are different kinds of samples": [*prune, *arrays, "--eval-tokens", out],
+        "give its folder as --dense": ["eval", model, "--batches", save_batches(tmp_path / "b.npz", unlabelled)],
         "--tokens and": ["eval", model, *arrays, "--tokens", out],
     }.items():
         assert said in refused(capsys, *args)

@@ -72,7 +72,7 @@ def test_the_folder_is_complete_and_every_zero_is_where_it_was(made, tmp_path, c
 
     (tmp_path / ".out.unfinished").mkdir()  # as a kill leaves it right after the folder is in its place
     recover(made, tmp_path / "out")
-    assert "was written already" in capsys.readouterr().out
+    assert "out: already written" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -140,11 +140,11 @@ def test_bad_input_gets_one_line_and_writes_nothing(made, tmp_path, capsys):
         "different tokenizers": (made / "pruned", "--teacher", other, *text),
         "is the pruned model itself": (made / "pruned", "--teacher", made / "pruned", *text),
         "neither a Hugging Face folder": (made / "pruned", "--teacher", tmp_path, *text),
-        "no Hugging Face folder": (tmp_path, *teacher, *text),
+        "not a Hugging Face folder": (tmp_path, *teacher, *text),
         "a budget is a number": (made / "pruned", *teacher, *text, "--budget", "many"),
         "needs --tokens": (made / "pruned", *teacher),
         "is there already": (made / "pruned", *teacher, *text, "--out", tmp_path / "there"),
-        "a window of": (made / "pruned", *teacher, "--text", tmp_path / "short.txt"),
+        "a window has": (made / "pruned", *teacher, "--text", tmp_path / "short.txt"),
         "torchrun": (made / "pruned", *teacher, *text, "--parallel", "fsdp"),
         "must be at least 0": (made / "pruned", *teacher, *text, "--batch", "-1"),
     }

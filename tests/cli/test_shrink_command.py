@@ -195,7 +195,7 @@ def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_rem
     shutil.copytree(shrunk[0], tmp_path / "out")
     (tmp_path / ".out.unfinished").mkdir()
     shrink(made, tmp_path / "out", "--size", "0.5")
-    assert "out: was written already" in capsys.readouterr().out
+    assert "out: already written" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -227,20 +227,20 @@ def test_interrupted_it_goes_on_from_what_is_done_and_writes_the_same(made, shru
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "--size 0.7, or what goes: --neurons, --heads, --layers or --experts"),
+        ([], "--size 0.7, or what to remove: --neurons, --heads, --layers or --experts"),
         (["--size", "1.5"], "above 0 and below 1"),
-        (["--size", "0.7", "--neurons", "0.5"], "either size or neurons and heads"),
+        (["--size", "0.7", "--neurons", "0.5"], "either size, or neurons and heads"),
         (["--size", "0.001"], "leaves no neuron"),
-        (["--neurons", "24"], "none would stay"),
+        (["--neurons", "24"], "so that at least one stays"),
         (["--neurons", "many"], "--neurons takes a number"),
-        (["--heads", "2"], "none would stay"),
-        (["--layers", "3"], "none would stay"),
+        (["--heads", "2"], "so that at least one stays"),
+        (["--layers", "3"], "so that at least one stays"),
         (["--layers", "-1"], "at least 1, or a fraction"),
-        (["--neurons", "0.01"], "is less than one of them; give a larger share"),
+        (["--neurons", "0.01"], "is less than one; give a larger fraction"),
         (["--experts", "0.5"], "no experts"),
         (["--size", "0.7", "--multiple", "0"], "at least 1"),
         (["--layers", "1", "--multiple", "4"], "nothing reads --multiple"),
-        (["--layers", "1", "--split", "measured"], "--size and no --layers"),
+        (["--layers", "1", "--split", "measured"], "give --size and leave off --layers"),
         (["--size", "0.7", "--samples", "0"], "at least 1"),
         (["--size", "0.7", "--length", "-3"], "--length must be at least 0"),
         (["--size", "0.7", "--private"], "without --push"),
@@ -273,7 +273,7 @@ def test_a_quantised_folder_is_refused_with_what_to_give(made, tmp_path, capsys)
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
     data = ["--text", made / "corpus.txt", *FAST, "--size", "0.7"]
     line = refused(capsys, "shrink", tmp_path / "packed", *data, "--out", tmp_path / "out")
-    assert "it is quantised; give the model as it was before" in line
+    assert "it is quantised; take the unquantised model" in line
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 

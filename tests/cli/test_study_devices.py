@@ -39,7 +39,8 @@ def test_a_worker_for_each_device(visible, count, text, expected, machine):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("2", "names GPU 2, but 2 are visible"), ("gpu", "takes numbers"), (",", "names no device")]
+    ("text", "said"),
+    [("2", "names GPU 2, but the number of visible GPUs is 2"), ("gpu", "takes numbers"), (",", "names no device")],
 )
 def test_a_device_that_is_not_there_is_refused(text, said, machine):
     machine("4,5", 2)

@@ -262,7 +262,7 @@ def what_cannot_be_done_is_said_in_a_line(rank, world):
     raises_everywhere(lambda: prune(model, sparsity=0.5), "0.weight", "one process")
     raises_everywhere(lambda: Global()({"a": model[0].weight}, 0.5), "DTensor")
     rows = {"select": PerRow(), "regrow": Regrow(), "schedule": RAMP}
-    said = raises_everywhere(lambda: Pruner(model, adamw(model), **rows), "regrowth by rows", "Global and PerLayer")
+    said = raises_everywhere(lambda: Pruner(model, adamw(model), **rows), "regrow by rows", "Global or PerLayer")
     assert "\n" not in said
     masks = {"0.weight": torch.ones(8, 8 + (rank == 1), dtype=torch.bool)}
     raises_everywhere(lambda: Pruner(model, adamw(model), masks=masks), "the weight's shape (8, 8)", "(rank 1)")

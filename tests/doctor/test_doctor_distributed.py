@@ -55,7 +55,7 @@ def test_a_file_of_a_rank_that_is_cut_or_lost_is_refused(distributed):
     path = distributed()
     (file,) = path.glob("*.distcp")
     os.truncate(file, file.stat().st_size // 2)
-    with pytest.raises(ValueError, match=r"does not hold the|cut short"):
+    with pytest.raises(ValueError, match=r"does not hold the|truncated"):
         examine(path)
     file.unlink()
     with pytest.raises((ValueError, OSError), match=file.name):
@@ -120,10 +120,10 @@ def test_nothing_in_a_description_is_executed(distributed, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"\.metadata"):
         examine(path)
     (tmp_path / "a.pt").write_bytes(pickle.dumps(Evil(), protocol))
-    with pytest.raises(ValueError, match="not a whole file"):
+    with pytest.raises(ValueError, match=r"not a complete torch\.save file"):
         examine(tmp_path / "a.pt")
     torch.save({"a": Evil()}, tmp_path / "b.pt")
-    with pytest.raises(ValueError, match="not a whole file"):
+    with pytest.raises(ValueError, match=r"not a complete torch\.save file"):
         examine(tmp_path / "b.pt")
     assert not (tmp_path / "evil-was-here").exists()
 

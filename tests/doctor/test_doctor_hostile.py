@@ -46,9 +46,9 @@ def test_states_that_make_no_sense(tmp_path, key):
 
 
 TENSORS = {
-    "sparse": (torch.eye(4).to_sparse(), "not a dense tensor"),
-    "meta": (torch.ones(4, 4, device="meta"), "not a dense tensor"),
-    "repeated": (torch.ones(1).expand(1 << 20, 1 << 20), "repeats 4 stored bytes"),
+    "sparse": (torch.eye(4).to_sparse(), "not a dense CPU tensor"),
+    "meta": (torch.ones(4, 4, device="meta"), "not a dense CPU tensor"),
+    "repeated": (torch.ones(1).expand(1 << 20, 1 << 20), "but only 4 bytes are stored for it"),
     "float4": (FLOAT4, ""),
     "60 dimensions": (torch.ones([1] * 60), ""),
     "complex": (torch.ones(4, 4, dtype=torch.complex64), ""),
@@ -65,7 +65,7 @@ def test_tensors_of_odd_kinds(tmp_path, name):
 
 def test_many_tensors_that_repeat_few_bytes_are_refused(tmp_path):
     state = {f"a{i}.weight": torch.ones(1, 1).expand(1 << 12, 1 << 12) for i in range(40)}
-    assert "repeats 4 stored bytes" in told(saved(tmp_path, state))
+    assert "but only 4 bytes are stored for it" in told(saved(tmp_path, state))
 
 
 def test_a_model_without_a_weight_is_examined(tmp_path):

@@ -77,7 +77,7 @@ SPOILED = {
     "a tensor is in two shards": (store_twice, UP),
     "a shard is lost": (lambda path, index: (path / SHARD).unlink(), SHARD),
     "the index is lost": (lambda path, index: index.clear(), "shards need their index"),
-    "there are two models": (lambda path, index: save_file(healthy(), path / "model.safetensors"), "out of date"),
+    "there are two models": (lambda path, index: save_file(healthy(), path / "model.safetensors"), "outdated"),
     "a shard is left over": (lambda path, index: save_file({UP: torch.ones(1)}, path / OLD), OLD),
 }
 
@@ -180,12 +180,12 @@ def test_masks_come_from_any_file_that_holds_them(tmp_path):
         ("a.safetensors", b"", "cannot be read"),
         ("a.safetensors", b"\xff" * 64, "cannot be read"),
         ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "cannot be read"),
-        ("a.pt", b"PK\x03\x04 no", "not a whole file"),
+        ("a.pt", b"PK\x03\x04 no", "not a complete torch.save file"),
         ("a.safetensors.index.json", b"[1]", "weight_map"),
         ("a.safetensors.index.json", b"{", "JSON is damaged"),
         ("a.safetensors.index.json", b"{}", "weight_map"),
         ("a.safetensors.index.json", b"[" * 100_000, "nested too deep"),
-        ("a.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "files lie beside it"),
+        ("a.safetensors.index.json", b'{"weight_map": {"a": "../b.safetensors"}}', "files must be beside it"),
         ("a.safetensors.index.json", b'{"weight_map": {"a": 3}}', "mappings of strings"),
     ],
 )
@@ -216,7 +216,7 @@ def test_folders_and_states_without_a_model_are_refused(tmp_path):
         ({"pattern": "2:4", "sparsity": 0.3}, "a sparsity of 0.5"),
         ({"allow": "everything"}, "kinds of findings"),
         ({"exclude": "nowhere.*"}, "nowhere"),
-        ({"masks": "nowhere.pt"}, "no file of masks"),
+        ({"masks": "nowhere.pt"}, "no mask file"),
     ],
     ids=str,
 )

@@ -212,13 +212,13 @@ def test_a_folder_is_pushed_when_it_is_complete(hub, source, tmp_path, capsys):
 
 @pytest.mark.parametrize("repo", ["name", "a/b/c", "a/b c", "a--b/c", "../x", "https://huggingface.co/a/b"])
 def test_what_is_no_name_on_the_hub_is_refused(repo, hub, source, tmp_path, capsys):
-    assert "as user/model" in refused(capsys, "export", source, "--out", tmp_path / "small", "--push", repo)
+    assert "such as user/model" in refused(capsys, "export", source, "--out", tmp_path / "small", "--push", repo)
     assert not hub.calls and not (tmp_path / "small").exists()
 
 
 def test_who_may_not_push_hears_it_before_any_work(hub, source, tmp_path, capsys, monkeypatch):
     command = ["export", source, "--out", tmp_path / "small", "--push"]
-    assert "--push me/x would do" in refused(capsys, *command, "others/x")
+    assert "not a member of others; use --push me/x" in refused(capsys, *command, "others/x")
     hub.fails_at, hub.error = "whoami", type("LocalTokenNotFoundError", (OSError,), {})("no\ntoken")
     assert "hf auth login" in refused(capsys, *command, "me/x")
     hub.error = RuntimeError("no route to host")
@@ -254,5 +254,7 @@ def test_options_of_a_push_that_make_no_sense_are_refused(args, said, hub, sourc
 def test_a_chart_that_cannot_be_written_is_refused_before_any_work(source, tmp_path, capsys):
     options = ["--tokens", source.parent / "tokens.u16", "--out", tmp_path / "out"]
     assert ".svg or .png" in refused(capsys, "prune", source, *options, "--plot", tmp_path / "chart.pdf")
-    assert "its folder is not there" in refused(capsys, "prune", source, *options, "--plot", tmp_path / "no" / "a.svg")
+    assert "its folder does not exist" in refused(
+        capsys, "prune", source, *options, "--plot", tmp_path / "no" / "a.svg"
+    )
     assert not (tmp_path / "out").exists()

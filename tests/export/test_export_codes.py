@@ -84,7 +84,7 @@ def test_a_weight_that_left_its_grid_is_refused_by_name_and_no_folder_is_made(tm
     model = put_on_grids_(llama())
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.mul_(1.01)
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight has .* not on its grid of 4 bits"):
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight has .* weights off its 4-bit grid"):
         save_model(model, tmp_path / "small")
     assert not list(tmp_path.iterdir())
 

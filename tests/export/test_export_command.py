@@ -115,7 +115,7 @@ def test_a_checkpoint_whose_mask_is_broken_is_refused(run_folder, tmp_path, caps
         (["mine.safetensors"], "--out"),
         (["mine.safetensors", "--out", "new", "--max-shard-size", "much"], "5GB"),
         (["mine.safetensors", "--out", "new", "--form", "tiny"], "form"),
-        (["mine.pt", "--out", "new"], "damaged, or no checkpoint of prunus"),
+        (["mine.pt", "--out", "new"], "damaged, or not a checkpoint of prunus"),
         (["mine.pt", "--out", "new.safetensors"], "becomes a folder"),
         (["mine.pt", "--out", "new.pt"], "--out is a folder to make or a .safetensors file"),
         (["mine.safetensors", "--out", "new.bin"], "new.bin looks like another file"),

@@ -48,19 +48,19 @@ def test_what_the_library_writes_passes(tmp_path):
     ("data", "reason"),
     [
         (header(array(UINT32, 2**63)), "too long"),
-        (header(array(UINT8, 2**22, b"\0" * 100)), "behind its end"),
-        (header(array(STRING, 2**22, text(b"a"))), "behind its end"),
+        (header(array(UINT8, 2**22, b"\0" * 100)), "beyond its end"),
+        (header(array(STRING, 2**22, text(b"a"))), "beyond its end"),
         (header(*[array(UINT8, 2**21, b"\0" * 2**21)] * 3), "too long"),
-        (header(text(b"name") + struct.pack("<IQ", STRING, 2**64 - 1)), "behind its end"),
-        (header(struct.pack("<Q", 2**40) + b"name"), "behind its end"),
-        (header(text(b"deep") + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 50_000), "too many arrays"),
+        (header(text(b"name") + struct.pack("<IQ", STRING, 2**64 - 1)), "beyond its end"),
+        (header(struct.pack("<Q", 2**40) + b"name"), "beyond its end"),
+        (header(text(b"deep") + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 50_000), "arrays too deep"),
         (header(text(b"odd") + struct.pack("<I", 77)), "type 77"),
-        (header(num_fields=2**64 - 1), "behind its end"),
-        (header(num_tensors=2**64 - 1), "behind its end"),
+        (header(num_fields=2**64 - 1), "beyond its end"),
+        (header(num_tensors=2**64 - 1), "beyond its end"),
         (header(tensor(2**40, 2**20), num_tensors=1, num_fields=0), "elements in a file"),
         (header(tensor(2**40, 0), num_tensors=1, num_fields=0), "0 elements in a file"),
         (header(tensor(1, 1, 1, 1, 1), num_tensors=1, num_fields=0), "5 dimensions"),
-        (b"GGUF", "behind its end"),
+        (b"GGUF", "beyond its end"),
         (b"", "empty"),
         (b"ONNX" * 20, "begin with GGUF"),
     ],
@@ -69,7 +69,7 @@ def test_lengths_that_cannot_be_are_refused_in_one_line_at_once(data, reason, tm
     (tmp_path / "a.gguf").write_bytes(data)
     began = time.process_time()
     with pytest.raises(
-        ValueError, match=rf"^\S+a\.gguf cannot be read: it is no GGUF file, or damaged: [^\n]*{reason}"
+        ValueError, match=rf"^\S+a\.gguf cannot be read: it is not a GGUF file, or is damaged: [^\n]*{reason}"
     ):
         check_gguf(tmp_path / "a.gguf")
     assert time.process_time() - began < 2

@@ -59,7 +59,7 @@ def test_values_that_contain_themselves_have_no_checksum(tmp_path):
 
 def test_a_tensor_that_repeats_few_numbers_is_refused_with_our_checksums(tmp_path):
     torch.save({"format": FORMAT, "checksums": {}, "a": torch.zeros(1).expand(1 << 40)}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="more elements than are stored"):
+    with pytest.raises(ValueError, match="more elements than the file stores"):
         read_torch_file(tmp_path / "a.pt")
 
 

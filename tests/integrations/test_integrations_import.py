@@ -36,7 +36,7 @@ def test_a_wrong_call_is_refused_when_the_callback_is_made():
         PruneCallbackBase(shedule=Ramp(0.5, 1, 2))
     with pytest.raises(TypeError, match=r"options by name: \w+\(schedule=Ramp"):
         PruneCallbackBase(Ramp(0.5, 1, 2))
-    with pytest.raises(ValueError, match="how sparse"):
+    with pytest.raises(ValueError, match="masks= to keep"):
         PruneCallbackBase(score="bitter7")
 
 

@@ -80,7 +80,7 @@ def test_a_run_begun_with_onednn_says_so_where_there_is_none(tmp_path, monkeypat
     described["environment"]["onednn"] = True
     write_json(tmp_path / "run" / "run.json", described)
     monkeypatch.setattr(arithmetic, "can_use_onednn", lambda run: False)
-    with pytest.warns(UserWarning, match="begun with oneDNN, which is off here") as said:
+    with pytest.warns(UserWarning, match="started with oneDNN, which is off here") as said:
         train(Run(out=tmp_path / "run", resume=True))
     assert len(said) == 1 and "\n" not in str(said[0].message)
 

@@ -209,30 +209,30 @@ def npz(array):
 
 LONG = b"ab" * 500
 BROKEN_TOKENS = [
-    ("none.txt", None, {}, "none.txt is no file"),
+    ("none.txt", None, {}, "none.txt is not a file"),
     ("a.txt", b"", {}, "empty"),
     ("a.bin.xz", lzma.compress(b""), {}, "empty"),
     ("a.bin", b"abc" * 101, {}, "odd number of bytes, 303"),
-    ("a.xz", lzma.compress(LONG)[:-9], {}, "no whole .xz file"),
-    ("a.gz", gzip.compress(LONG, mtime=0)[:-9], {}, "no whole .gz file"),
-    ("a.xz", LONG, {}, "no whole .xz file"),
-    ("a.gz", LONG, {}, "no whole .gz file"),
-    ("a.gz", gzip.compress(LONG, mtime=0)[:10] + LONG, {}, "no whole .gz file"),
-    ("a.txt", LONG[:9], {}, "train part holds 9 tokens, but one window of context 9 takes 10"),
+    ("a.xz", lzma.compress(LONG)[:-9], {}, "not a complete .xz file"),
+    ("a.gz", gzip.compress(LONG, mtime=0)[:-9], {}, "not a complete .gz file"),
+    ("a.xz", LONG, {}, "not a complete .xz file"),
+    ("a.gz", LONG, {}, "not a complete .gz file"),
+    ("a.gz", gzip.compress(LONG, mtime=0)[:10] + LONG, {}, "not a complete .gz file"),
+    ("a.txt", LONG[:9], {}, "train part holds 9 tokens, but one window of context 9 needs 10"),
     ("a.txt", LONG[:100], {}, "validation part holds 5 tokens"),
-    ("a.txt", LONG, {"validation": "none.txt"}, "none.txt is no file"),
-    ("a.txt", LONG, {"vocab_size": 98}, "holds token 98; give at least 99"),
+    ("a.txt", LONG, {"validation": "none.txt"}, "none.txt is not a file"),
+    ("a.txt", LONG, {"vocab_size": 98}, "has token 98; give at least 99"),
     ("a.txt", LONG, {"context": 0}, "context must be at least 1, got 0"),
     ("a.txt", LONG, {"augment": True}, "holds tokens"),
     ("a.txt", LONG, {"validation": "good.bin"}, "uint8 and uint16"),
-    ("a.u32", b"abc" * 102, {}, "no multiple of 4 bytes, 306"),
-    ("a.npy", LONG, {}, "no array that numpy.save wrote"),
+    ("a.u32", b"abc" * 102, {}, "not a multiple of 4, 306"),
+    ("a.npy", LONG, {}, "not an array that numpy.save wrote"),
     ("a.npy", npz(np.arange(500)), {}, "an archive of arrays (.npz), not one array"),
     ("a.npy", npy(np.ones((2, 500), int)), {}, "one row of integers, but holds int64 [2, 500]"),
     ("a.npy", npy(np.ones(500)), {}, "but holds float64"),
     ("a.npy", npy(np.full(500, -1)), {}, "holds token -1"),
     ("a.bin", np.arange(1, 500, dtype="<u4").tobytes(), {}, "looks like uint32 tokens"),
-    ("a.u16", np.arange(60_000, 140_000, 90, dtype="<u4").tobytes(), {}, "say --token-type uint32"),
+    ("a.u16", np.arange(60_000, 140_000, 90, dtype="<u4").tobytes(), {}, "pass --token-type uint32"),
     ("a.bin.xz", lzma.compress(np.full(500, 3, "<u4").tobytes()), {}, "looks like uint32 tokens"),
 ]
 
@@ -307,7 +307,7 @@ BROKEN_IMAGES = [
     (write_mnist, "t10k-labels-idx1-ubyte", lambda raw: raw[:7] + b"\6" + raw[8:-1], "7 images and 6 labels"),
     (write_mnist, "t10k-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\12", "label 10"),
     (write_cifar10, "data_batch_3.bin", lambda raw: raw[:-1], "3072 bytes"),
-    (write_cifar10, "test_batch.bin", lambda raw: b"\12" + raw[1:], "got 1, of which 0 lie there"),
+    (write_cifar10, "test_batch.bin", lambda raw: b"\12" + raw[1:], "got 1, of which 0 are valid"),
 ]
 
 
@@ -335,7 +335,7 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_in_bounded_memory
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert "holds more than 0.25 MiB, the most that is read into memory; unpack it" in said
+    assert "holds more than 0.25 MiB, the most that may be read into memory; unpack it" in said
     assert peak < 12 * 2**20  # xz has a dictionary of 8 MiB
     with token_files.OPENERS[suffix](path, "wb") as file:
         file.write(bytes(range(128)) * 2**11)
@@ -347,7 +347,7 @@ HOSTILE_PACKAGES = {
     "huge": ("test_lables.json", b"[1e400, 1]", "list of labels"),
     "too large": ("test_lables.json", b"[99999999999999999999999999]", "list of labels"),
     "ragged": ("test_lables.json", b"[[1], 2]", "list of labels"),
-    "no PNG": ("test_batch.png", b"PNG", "is no whole PNG"),
+    "no PNG": ("test_batch.png", b"PNG", "is not a complete PNG"),
 }
 
 
@@ -367,7 +367,7 @@ def test_a_png_of_another_shape_is_refused_before_it_is_unpacked(tmp_path, monke
     monkeypatch.setattr(datasets, "TRAIN", datasets.TEST)
     assert "pixels wide" in refusal(tmp_path, tmp_path)
     monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 10**5)
-    assert "is no whole PNG" in refusal(tmp_path, tmp_path)
+    assert "is not a complete PNG" in refusal(tmp_path, tmp_path)
 
 
 def test_a_missing_extra_is_named(tmp_path, monkeypatch):

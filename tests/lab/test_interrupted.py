@@ -47,7 +47,7 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(unbroken, tmp_pa
         assert said.count("\n") == 1 and "checksum" in said and "the one before it is checkpoint.previous.pt" in said
     main(["train", "--resume", "--out", str(out)])
     said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
-    assert len(said) == 1 and said[0].endswith("the run goes on from checkpoint.previous.pt, step 15")
+    assert len(said) == 1 and said[0].endswith("the run continues from checkpoint.previous.pt, step 15")
     assert_same_runs(unbroken, out)
     assert (out / "damaged-checkpoint.pt").is_file()
 

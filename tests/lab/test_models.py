@@ -104,9 +104,9 @@ def test_a_gpt_takes_another_width_and_depth():
     model = build("gpt2-tiny", TOY, width=96, layers=2)
     assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 11)
     assert model.embedding.weight.shape == (11, 96) and len(model.blocks) == 2
-    with pytest.raises(ValueError, match="multiple of 32, the width of a head, got 100"):
+    with pytest.raises(ValueError, match="multiple of the head width 32, got 100"):
         build("gpt2-tiny", TOY, width=100)
-    with pytest.raises(ValueError, match=r"only a GPT takes another width .* not lenet5"):
+    with pytest.raises(ValueError, match=r"only GPTs take a width .* not lenet5"):
         build("lenet5", ImageShape(1, 8, 10), layers=2)
 
 

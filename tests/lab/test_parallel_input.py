@@ -30,9 +30,9 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2"}
 @pytest.mark.parametrize(
     ("launch", "args", "words"),
     [
-        (ALONE, ["--parallel", "ddp"], "parallel is ddp, but this process is alone; start it by torchrun"),
+        (ALONE, ["--parallel", "ddp"], "parallel is ddp, but there is only one process; start it with torchrun"),
         (TWO, [], "2 ranks were started, but parallel is none; pass --parallel ddp"),
-        (TWO, ["--parallel", "fsdp", "--batch", "5"], "batch is split over the 2 ranks, but 5 is no multiple"),
+        (TWO, ["--parallel", "fsdp", "--batch", "5"], "batch is split over 2 ranks, but 5 is not a multiple"),
         (TWO, ["--parallel", "tp"], "tp"),
     ],
     ids=["alone", "none", "batch", "unknown"],
@@ -192,7 +192,7 @@ def test_any_other_use_of_getattr_and_any_change_of_a_name_is_one_line(use, tmp_
         load_checkpoint(path)
     (path / ".metadata").write_bytes(before(HOSTILE[use], whole))
     forge(path)
-    with pytest.raises(ValueError, match=r"damaged, or no checkpoint of prunus: .*does not need$") as error:
+    with pytest.raises(ValueError, match=r"damaged, or not a checkpoint of prunus: .*does not need$") as error:
         load_checkpoint(path)
     assert "\n" not in str(error.value) and not (tmp_path / "executed").exists()
     assert [vars(member) for member in ENUM] == members and not hasattr(dcp.metadata.Metadata, "touched")

@@ -79,7 +79,7 @@ def test_a_run_of_json_has_every_field_and_no_other(change):
         ({"lr_schedule": "cosine", "decay": 0.4}, "pass --lr-schedule wsd"),
         ({"lr_schedule": "wsd", "decay": 1.5}, "decay"),
         ({"lr_schedule": "wsd", "decay": -1}, "decay"),
-        ({"lr_schedule": "wsd", "decay": 0.9, "warmup": 0.2}, "must fit into the run of 1000 steps"),
+        ({"lr_schedule": "wsd", "decay": 0.9, "warmup": 0.2}, "must fit into the run's 1000 steps"),
     ],
     ids=str,
 )

@@ -269,7 +269,7 @@ def test_a_folder_in_the_place_of_the_page_is_refused_and_nothing_lies_beside_it
     make_run(tmp_path / "run")
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "run"), "--out", str(tmp_path)])
-    assert f"give its name too: {tmp_path / 'report.html'}" in capsys.readouterr().err
+    assert f"give the name of the page too: {tmp_path / 'report.html'}" in capsys.readouterr().err
     assert not list(tmp_path.parent.glob("*.part"))
 
 

@@ -88,10 +88,10 @@ def test_a_run_json_that_contradicts_what_was_counted_is_refused_by_its_field(fi
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "neither a run"),
+        (None, "holds no run"),
         ("[1]", "run.json should hold a JSON object, but holds a list"),
-        ("{}", "describes no run"),
-        ("{", "not JSON"),
+        ("{}", "does not describe a run"),
+        ("{", "run.json cannot be read as JSON"),
         ('{"run": {"batch": "x"}}', "run.json cannot be read: the run lacks the field"),
     ],
 )

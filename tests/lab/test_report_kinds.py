@@ -22,7 +22,7 @@ ROW = {"arm": "a", "sparsity": 0.5, "values": [], "budget_scale": 1.0}
         ("result.json", '"seconds": 21.0, ', "", "seconds should be a number from 0 on, but is null"),
         ("run.json", '"steps": 200', '"steps": null', "the run: steps cannot be None; it takes int"),
         ("run.json", '"steps": 200, ', "", "the run lacks the field 'steps'"),
-        ("run.json", "{", "[" * 100_000 + "{", "is not JSON"),
+        ("run.json", "{", "[" * 100_000 + "{", "cannot be read as JSON"),
     ],
 )
 def test_what_is_wrong_in_a_run_is_said_with_its_file(file, old, new, said, tmp_path, capsys):

@@ -126,7 +126,7 @@ def test_text_of_the_file_stays_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "recovery.json cannot be read, it is not JSON"),
+        ("{", "recovery.json cannot be read as JSON"),
         ("[1]", "recovery.json should hold a JSON object, but holds a list"),
         ("{}", "recovery.json: before should be an object, but is null"),
         ({"curve": 5}, "recovery.json: curve should be a list, but is 5"),

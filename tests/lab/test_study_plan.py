@@ -97,7 +97,7 @@ REFUSED = {
     "a sparsity of its own": ("x: sparsity=0.3", "given by --sparsity"),
     "more steps": (
         "x: steps=130",
-        "2,080 examples and the base 1,600; a longer budget is given by budget_scale=1.3",
+        "2,080 examples, but the base reads 1,600; a longer budget is given by budget_scale=1.3",
     ),
     "larger batch": ("x: batch=32", "steps=50"),
     "impossible run": ("x: score=magnitude eps=1e-8", "arm x"),
@@ -106,9 +106,9 @@ REFUSED = {
     "wrong type": ("x: every=often", "every cannot be 'often'; it takes int"),
     "no fields": ("x", "field=value"),
     "field twice": ("x: lr=1 lr=2", "each field once"),
-    "no reference": ("x: lr=2.0 against=nothing", "against 'nothing', which is no arm"),
+    "no reference": ("x: lr=2.0 against=nothing", "against 'nothing', which is not an arm"),
     "no name": (": lr=2.0", "needs a name"),
-    "the name of a control": ("dense: score=magnitude", "two arms are called dense"),
+    "the name of a control": ("dense: score=magnitude", "two arms are named dense"),
     "one folder": ("Magnitude: lr=2.0", "would share a folder"),
 }
 
@@ -124,7 +124,7 @@ def test_what_is_not_comparable_is_refused(case):
 
 def test_a_sparsity_lies_between_none_and_all():
     for sparsity in (0.0, 1.0, -0.1):
-        with pytest.raises(ValueError, match="dense is always in"):
+        with pytest.raises(ValueError, match="dense is always included"):
             plan_of(sparsities=(sparsity,))
 
 
@@ -155,12 +155,12 @@ def test_a_toml_file_holds_base_and_arms(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("lr = ", "no TOML"),
+        ("lr = ", "not a TOML file"),
         ("learning = 3", "no field"),
         ("[[arm]]\nlr = 2.0", "with a name"),
-        ("out = 'x'", "leave it out and say --out"),
-        ("save_every = 10", "say --save-every"),
-        ("device = 'cpu'", "say --devices"),
+        ("out = 'x'", "leave it out and pass --out"),
+        ("save_every = 10", "pass --save-every"),
+        ("device = 'cpu'", "pass --devices"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(text, said, tmp_path):

@@ -14,7 +14,7 @@ from prunus.lab.study.study_folder import Folder
 CHANGED = {
     "base": (("--set", "lr=3e-3"), "has lr = 0.002, not 0.003"),
     "budget": (("--set", "steps=7"), "has steps = 4, not 7"),
-    "arm": (("--arm", "bitter7: score=bitter7 end=3"), "two arms are called bitter7"),
+    "arm": (("--arm", "bitter7: score=bitter7 end=3"), "two arms are named bitter7"),
     "arm of the folder": (("--arm", "bitter1: score=bitter1 end=3", "--scores", "random"), "arm bitter1 of"),
     "data": (("--data", "stdlib"), "another data"),
     "evaluation": (("--set", "eval_size=1"), "has eval_size = 2, not 1"),
@@ -39,7 +39,7 @@ def test_a_run_that_is_not_what_its_name_says_is_refused(copy, base, capsys):
     values["run"]["lr"] = 0.5
     path.write_text(json.dumps(values))
     assert study(base, copy, *ASKED) == 2
-    assert "was run with lr = 0.5, the study has 0.002" in capsys.readouterr().err
+    assert "was run with lr = 0.5, but the study has 0.002" in capsys.readouterr().err
 
 
 def test_scores_alone_are_compared_in_the_default_recipe(tmp_path):
@@ -53,14 +53,14 @@ def test_a_seed_in_the_file_is_refused(base, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(base.read_text() + "seed = 5\n")
     assert study(file, tmp_path / "study") == 2
-    assert "given by --seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
+    assert "--seeds sets the seeds" in capsys.readouterr().err and not (tmp_path / "study").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(base, tmp_path, capsys):
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.txt").write_text("mine")
     assert study(base, tmp_path / "study") == 2
-    assert "not empty and not a study" in capsys.readouterr().err
+    assert "neither empty nor a study" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "study").iterdir()] == ["thesis.txt"]
 
 
@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(base, tmp_path, capsys):
         ("--set", "augment=true"): "augment crops and flips images",
         ("paint",): "expected merge, show, page or options after prunus study, got 'paint'",
         ("--preset", "eps"): "give one of them",
-        ("--set", "out=here"): "out is nothing that runs of a study choose",
+        ("--set", "out=here"): "the runs of a study do not choose out; leave it out and pass --out",
         ("merge", "x"): "study merge does not read --base",
         ("--slim",): "a study does not read --slim",
         ("--time-limit", "-3"): "--time-limit must be at least 0",

@@ -66,26 +66,26 @@ MODELS |= {"tokens": Tokens}
 PROBE = {"probe": Probe(), "loss": entropy}
 PARTS = r"looks like an attention mask.*'attention_mask': mask.*'labels': labels"
 CASES = {
-    "a dataset": ("mlp", DATA, {}, r"got TensorDataset, a dataset of single samples; give DataLoader\("),
-    "a part of a dataset": ("mlp", Subset(DATA, [1, 2]), {}, r"got Subset.* give DataLoader\("),
+    "a dataset": ("mlp", DATA, {}, r"got TensorDataset, a dataset of single samples; pass DataLoader\("),
+    "a part of a dataset": ("mlp", Subset(DATA, [1, 2]), {}, r"got Subset.* pass DataLoader\("),
     "a dataset without labels": ("mlp", TensorDataset(X), {}, r"if the dataset holds single samples, give DataLoader"),
     "a dataset of labels (1,)": ("mlp", TensorDataset(X, X[:, :1]), {}, r"single samples, give DataLoader\("),
-    "a dataset with plain labels": ("mlp", Plain(), {}, r"got Plain, a dataset of single samples; give DataLoader\("),
+    "a dataset with plain labels": ("mlp", Plain(), {}, r"got Plain, a dataset of single samples; pass DataLoader\("),
     "a mask as the target": ("llama", [(IDS, IDS > 7)], {}, PARTS),
     "a mask of ones": ("llama", [(IDS, torch.ones_like(IDS))], {}, PARTS),
     "a mask in floats": ("llama", [(IDS.int(), (IDS > 7).float())], {}, PARTS),
     "a mask of bytes": ("llama", [(IDS, (IDS > 7).byte())], {}, PARTS),
-    "lists": ("llama", [{"input_ids": [1, 2, 3]}], {}, "without a tensor; make tensors of lists"),
+    "lists": ("llama", [{"input_ids": [1, 2, 3]}], {}, "without a tensor; convert lists to tensors"),
     "one sample of tokens": ("llama", [IDS[0]], {}, r"\(sample, token\), got int64 \(9,\); give ids\[None\]"),
     "one sample by name": ("llama", [{"input_ids": IDS[0]}], {}, r"\(sample, token\), got int64 \(9,\); give ids\["),
     "one sample, another's model": ("tokens", [IDS[0]], {}, r"Tokens fails .* int64 \(1,\).*give ids\[None\]"),
     "tokens that are not whole": ("llama", [IDS.float()], {}, r"whole numbers .* got float32 \(4, 9\); give ids\.long"),
     "the same by name": ("llama", [{"input_ids": IDS.double()}], {}, r"got float64 \(4, 9\); give ids\.long\(\)"),
-    "a token too large": ("llama", [IDS, IDS.clone().fill_(31)], {}, "token 31, but the model knows 31"),
-    "a token below zero": ("llama", [IDS.clone().fill_(-1)], {}, "token -1, but the model knows 31"),
+    "a token too large": ("llama", [IDS, IDS.clone().fill_(31)], {}, "token 31, but the model's vocabulary has 31"),
+    "a token below zero": ("llama", [IDS.clone().fill_(-1)], {}, "token -1, but the model's vocabulary has 31"),
     "double precision": ("mlp", [X.double()], {}, r"float64 \(1, 9\).* computes in torch\.float32: convert"),
     "half precision": ("mlp", [(X.half(), Y)], {}, r"float16 \(1, 9\).* computes in torch\.float32: convert"),
-    "whole numbers": ("mlp", [X.long()], {}, r"int64 \(1, 9\).* reads no tokens: give inputs in torch\.float32"),
+    "whole numbers": ("mlp", [X.long()], {}, r"int64 \(1, 9\).* does not read tokens: give inputs in torch\.float32"),
     "another width": ("mlp", [X[:, 1:]], {}, r"Sequential fails on the first sample, float32 \(1, 8\): .*give batches"),
     "input norms": ("mlp", [X.double()], {"score": "wanda", "repair": None}, "computes in torch.float32"),
     "a probe without labels": ("mlp", [X], PROBE, r"no target but the input, .* pairs"),
@@ -108,16 +108,16 @@ CASES = {
     "three parts": ("mlp", [(1, 2, 3)], {}, "3 parts"),
     "all weights": ("mlp", [X], {"sparsity": 1.0}, r"\[0, 1\)"),
     "fewer than none": ("mlp", [X], PROBE | {"sparsity": -0.1}, r"\[0, 1\)"),
-    "percent": ("mlp", [X], {"sparsity": 50}, r"as 0\.5 for a half, got 50"),
-    "percent in words": ("mlp", [X], {"sparsity": "50%"}, r"a number in \[0, 1\), as 0.5 for a half, got '50%'"),
+    "percent": ("mlp", [X], {"sparsity": 50}, r"such as 0\.5, got 50"),
+    "percent in words": ("mlp", [X], {"sparsity": "50%"}, r"a number in \[0, 1\), such as 0\.5, got '50%'"),
     "a scope by name": ("mlp", [X], {"select": "row"}, r"PerRow\(\), got 'row'"),
-    "the class of a selector": ("mlp", [X], {"select": PerRow}, r"is a selector, PerRow\(\), got the class itself"),
+    "the class of a selector": ("mlp", [X], {"select": PerRow}, r"a selector, PerRow\(\), got the class itself"),
     "2:4 of another sparsity": ("llama", [IDS], {"sparsity": 0.3, "select": NofM(2, 4)},
                                 "2:4 is a sparsity of 0.5, but 0.3 .*give prune.. sparsity=0.5,"),
     "a score of training": ("mlp", [X], {"score": "bitter7"}, "reads exp_avg_sq, .*optimizer"),
     "an unknown score": ("mlp", [X], {"score": "wandas"}, "wandas"),
     "no moments": ("llama", [IDS], {"select": PerLayer("moments")}, "reads Adam's second moments"),
-    "a repair that is none": ("mlp", [X], {"repair": True}, "repair is Repair"),
+    "a repair that is none": ("mlp", [X], {"repair": True}, "repair must be Repair"),
     "an unknown pattern": ("mlp", [X], {"exclude": "nowhere"}, "nowhere"),
     "passes of no sample": ("mlp", [X], {"batch_size": 0}, "at least 1"),
     "passes of half a sample": ("mlp", [X], {"batch_size": 2.5}, "at least 1"),
@@ -137,7 +137,7 @@ def test_what_cannot_be_done_is_one_line_before_any_work_and_the_model_is_left_a
 
 
 def test_arguments_in_another_order_are_refused():
-    with pytest.raises(ValueError, match="first argument is a model, then come batches, got list"):
+    with pytest.raises(ValueError, match="first argument must be a model, the second batches; got list"):
         prune([X], MODELS["mlp"](), sparsity=0.5)
 
 
@@ -171,7 +171,7 @@ def test_targets_that_are_no_attention_mask_are_a_pair(name):
 def test_weights_without_values_are_refused(options):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(9, 14), nn.BatchNorm1d(14), nn.Linear(14, 4))
-    said = r"^0\.weight is on the meta device, where it has no values; load [^\n]*$"
+    said = r"^0\.weight is on the meta device and has no values; load [^\n]*$"
     for call in (
         lambda: prune(model, [(X, Y)], 0.5, **options),
         lambda: prune(model, sparsity=0.5),

@@ -178,7 +178,7 @@ def refused(result, what):
     with pytest.raises(ValueError) as error:
         result.dense()
     line = str(error.value)
-    assert "cannot be copied, so there is no dense() of it; load the dense model again" in line and what in line
+    assert "cannot be copied, so dense() does not work; load the dense model again" in line and what in line
     assert "\n" not in line
 
 
@@ -303,7 +303,7 @@ def assert_refused(result, model, first):
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value) == (
-            f"the model was trained or changed after it was pruned (first in {first}), and {name} would bring back "
+            f"the model was trained or changed after it was pruned (first in {first}); {name} would bring back "
             "only what pruning changed; load the dense model again, or take result.dense() before you train"
         )
     assert_same_tensors(model, before)
@@ -356,7 +356,7 @@ def test_after_undo_a_trained_model_is_refused_except_by_undo():
     train(model, torch.optim.SGD(model.parameters(), 1e-2), range(1))
     for name, call in calls(result).items():
         if name != "undo_":
-            with pytest.raises(ValueError, match=rf"after undo_ restored it \(first in .*\), and {name} is for"):
+            with pytest.raises(ValueError, match=rf"after undo_ restored it \(first in .*\); {name} is for"):
                 call()
 
 

@@ -186,12 +186,12 @@ def test_groups_of_experts_lose_as_many_each():
 
 LINES = {
     "none": ("llama", 0.25, "LlamaForCausalLM has no experts to drop"),
-    "top-k": ("mixtral", 0.9, "1 of 8 experts a layer would stay, but each token goes to 2; drop at most 0.75"),
-    "rounds to none": ("mixtral", 0.05, "0.05 of 8 experts a layer is none of them"),
-    "rounds to all": ("mixtral", 0.99, "0.99 of 8 experts a layer is all of them"),
-    "all": ("mixtral", 8, "8 of 8 experts a layer is all of them"),
+    "top-k": ("mixtral", 0.9, "1 of 8 experts per layer would stay, but each token goes to 2; drop at most 0.75"),
+    "rounds to none": ("mixtral", 0.05, "0.05 of 8 experts per layer is none of them"),
+    "rounds to all": ("mixtral", 0.99, "0.99 of 8 experts per layer is all of them"),
+    "all": ("mixtral", 8, "8 of 8 experts per layer is all of them"),
     "fraction": ("mixtral", 1.5, "or a fraction between 0 and 1, got 1.5"),
-    "groups": ("deepseek_v3, groups", 0.125, "a multiple of 2 can be dropped, not 1 of 8: 0.25, say"),
+    "groups": ("deepseek_v3, groups", 0.125, "drop a multiple of 2, not 1 of 8; for example 0.25"),
     "in groups": ("deepseek_v3, groups", 0.75, "1 experts would stay in each of 2 groups"),
 }
 
@@ -225,7 +225,7 @@ def test_experts_that_are_separate_modules_are_refused(monkeypatch):
     values = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "num_experts": 4}
     values |= {"decoder_start_token_id": 0, "num_sparse_encoder_layers": 1}
     monkeypatch.setitem(FAMILIES, "switch", (kind, values, text))
-    with pytest.raises(ValueError, match="are modules of their own"):
+    with pytest.raises(ValueError, match="are separate modules"):
         shrink(build("switch"), [text() | {"labels": text()["input_ids"]}], experts=0.25)
 
 

@@ -294,7 +294,7 @@ def test_qualities_are_the_sums_of_the_losses():
 
 BAD = {
     "same classes": lambda parts: parts | {"expected_weight": normal(12, 6), "expected_bias": normal(12)},
-    "expected must have one place for each token": lambda parts: parts | {"expected": normal(3, 8, 6)},
+    "expected must have one value for each token": lambda parts: parts | {"expected": normal(3, 8, 6)},
 }
 
 
@@ -302,7 +302,7 @@ BAD = {
 def test_a_pair_that_does_not_fit_is_refused(message):
     with pytest.raises(ValueError, match=message):
         loss_of(BAD[message](case()))
-    with pytest.raises(ValueError, match="mask must have one place for each token"):
+    with pytest.raises(ValueError, match="mask must have one value for each token"):
         loss_of(case(), mask=torch.ones(3, 1))
     with pytest.raises(ValueError, match="but no labels were given"):
         loss_of(case(), hard=0.5)

@@ -118,7 +118,7 @@ def test_what_cannot_be_known_again_is_refused_with_one_line(value):
     for _ in range(3):
         deep = Thing(deep)
     for each in (value, Holder(value), deep, lambda: value):
-        with pytest.raises(ValueError, match=r"^a resumed run could not know \S+ again [^\n]*; leave out state$"):
+        with pytest.raises(ValueError, match=r"^a resumed run could not recognise \S+ [^\n]*; leave out state$"):
             identity(each)
 
 

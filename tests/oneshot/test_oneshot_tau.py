@@ -95,7 +95,7 @@ def test_tau_by_name_or_list_must_cover_the_weights():
     for tau, said in (
         ({"0.*": 1.0, "4.*": 1.0}, r"2\.weight"),
         ([1.0, 2.0], "3 weights, got 2"),
-        ({"first.*": 1.0, "*": 0.1}, r"names 'first\.\*', which matches none of: 0\.weight"),
+        ({"first.*": 1.0, "*": 0.1}, r"has the pattern 'first\.\*', which matches none of: 0\.weight"),
     ):
         with pytest.raises(ValueError, match=said):
             prune(case.model, case.batches, 0.5, probe=Probe(tau), loss=entropy)

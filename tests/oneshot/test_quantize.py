@@ -166,7 +166,7 @@ def test_values_that_are_not_finite_a_probe_and_shrinking_afterwards_are_refused
     case = llama(num_layers=2)
     model, batches = case.model, case.batches
     before = snapshot(model)
-    with pytest.raises(ValueError, match="a probe and bits do not go together"):
+    with pytest.raises(ValueError, match="a probe and bits cannot be combined"):
         prune(model, batches, 0.5, bits=4, probe=Probe())
     name, parameter = next((n, p) for n, p in model.named_parameters() if "q_proj" in n)
     first = parameter[0, 0].item()
@@ -177,7 +177,7 @@ def test_values_that_are_not_finite_a_probe_and_shrinking_afterwards_are_refused
     parameter.data[0, 0] = first
     assert_same(before, snapshot(model))
     quantize(model, batches, progress=False)
-    with pytest.raises(ValueError, match="is in few bits: shrink the model first"):
+    with pytest.raises(ValueError, match="is quantised: shrink the model first"):
         shrink(model, batches, size=0.5)
 
 

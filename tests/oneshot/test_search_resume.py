@@ -100,7 +100,7 @@ def test_a_folder_of_another_search_is_refused(tmp_path):
         (mlp(), Probe(2.0), {}, r"probe = .*tau=1.0.*not .*tau=2.0"),
         (changed, Probe(1.0), {}, "other weights"),
         (drawn, Probe(1.0), {}, "samples = "),
-        (mlp(), Probe(1.0), {"state": tmp_path / "mine"}, "holds other things"),
+        (mlp(), Probe(1.0), {"state": tmp_path / "mine"}, "holds other files"),
     ):
         with pytest.raises(ValueError, match=said):
             searched(case, HALF_WORSE, probe, **options | more)
@@ -124,7 +124,7 @@ def test_what_is_damaged_is_done_again_and_said(kind, tmp_path):
     data[data.index(b"prunus-checkpoint")] ^= 1
     paths[1].write_bytes(data)
     case, expected = mlp(), mlp()
-    with pytest.warns(UserWarning, match=rf"{paths[1].name} is damaged .*done again"):
+    with pytest.warns(UserWarning, match=rf"{paths[1].name} is damaged .*computed again"):
         found = searched(case, HALF_WORSE, Probe(1.0), **options)
     whole = searched(expected, HALF_WORSE, Probe(1.0), steps=options["steps"])
     assert [trial.metric for trial in found.trials] == [trial.metric for trial in whole.trials]

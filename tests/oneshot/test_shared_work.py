@@ -14,18 +14,18 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 QUICK = ("solver", "2:4 by wanda", "experts", "convolutions", "pruned and in 4 bits", "fewer neurons")
 REFUSALS = {
-    "sparsity": "rank 1 was called with other sparsity than rank 0",
-    "selector": "rank 1 was called with other select than rank 0",
-    "samples": "rank 1 was called with other samples than rank 0",
-    "weights": "rank 1 was called with other weights than rank 0",
-    "state": "rank 1 was called with other state than rank 0",
-    "few samples": "each of 2 ranks runs at least one sample, but there are 1; use fewer ranks",
-    "a sample that is not finite": "the inputs of 0.weight are not finite: look at sample 3 (rank 1)",
+    "sparsity": "rank 1 and rank 0 have different sparsity",
+    "selector": "rank 1 and rank 0 have different select",
+    "samples": "rank 1 and rank 0 have different samples",
+    "weights": "rank 1 and rank 0 have different weights",
+    "state": "rank 1 and rank 0 have different state",
+    "few samples": "each of 2 ranks needs at least one sample, but there are 1; use fewer ranks",
+    "a sample that is not finite": "the inputs of 0.weight are not finite; check sample 3 (rank 1)",
     "batches that fail on a rank": "the disk is gone (rank 1)",
-    "tuning": "a probe and tuning run in one process",
-    "a folder that a rank lacks": "nowhere is no folder of a Hugging Face model: it has no config.json (rank 1)",
-    "a folder in few bits without a repair": "ranks put a model on disk into few bits with a repair only",
-    "no group": "group is a process group that this rank belongs to, or True for all ranks, got 'gloo'",
+    "tuning": "a probe and tuning run only in one process",
+    "a folder that a rank lacks": "nowhere is not a Hugging Face model folder: it has no config.json (rank 1)",
+    "a folder in few bits without a repair": "ranks can quantise a model on disk only with a repair",
+    "no group": "group must be a process group that this rank belongs to, or True for all ranks, got 'gloo'",
 }
 
 

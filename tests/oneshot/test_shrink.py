@@ -133,7 +133,7 @@ def test_a_size_keeps_the_largest_number_of_weights_that_is_not_above_it():
 def test_heads_of_a_size_are_not_fewer_than_it_says_where_the_class_takes_only_some_numbers():
     model, fields = qwen()
     widths = Widths(model, plan_of(fields[:1], [2]), [name for name, _ in model.named_parameters()])
-    with pytest.raises(ValueError, match=r"1 of 2 head groups cannot go: .* numbers that can go: none"):
+    with pytest.raises(ValueError, match=r"cannot remove 1 of 2 head groups: .* numbers that can go: none"):
         widths.by_hand(Wanted(heads=1))
     widths = Widths(model, plan_of(fields, [2]), [name for name, _ in model.named_parameters()])
     assert widths.of_size(0.5 * widths.num_weights({}), Wanted(size=0.5))["groups"] == 2
@@ -151,29 +151,29 @@ def test_a_size_keeps_all_heads_on_request_and_takes_its_weights_from_the_neuron
         widths.of_size(0.1 * total, Wanted(size=0.1, heads=0))
     with pytest.raises(ValueError, match="the model has no other units"):
         Widths(model, plan_of(fields[:1]), ["q.weight"]).of_size(1, Wanted(size=0.5, heads=0))
-    with pytest.raises(ValueError, match="heads is a number to remove, at least 1"):
+    with pytest.raises(ValueError, match="heads must be a number to remove, at least 1"):
         Wanted(heads=0)
 
 
 @pytest.mark.parametrize(
     ("how", "line"),
     [
-        ({}, "say how much stays, size=0.7, or what goes"),
-        ({"size": 0.7, "neurons": 0.2}, "give either size or neurons and heads"),
-        ({"size": 0.7, "heads": 1}, "or heads=0 with a size to keep all heads"),
+        ({}, "pass size=, the share that stays"),
+        ({"size": 0.7, "neurons": 0.2}, "give either size, or neurons and heads"),
+        ({"size": 0.7, "heads": 1}, "with size, heads=0 keeps all heads"),
         ({"size": 70}, "above 0 and below 1, got 70"),
         ({"size": 0.01}, "leaves no neuron"),
-        ({"neurons": 24}, "neurons=24 removes 24 of 24, and none would stay"),
+        ({"neurons": 24}, "neurons=24 would remove 24 of 24"),
         ({"neurons": -1}, "a number to remove, at least 1, or a fraction between 0 and 1, got -1"),
         ({"neurons": True}, "got True"),
-        ({"heads": 2}, "none would stay"),
-        ({"layers": 3}, "layers=3 removes 3 of 3"),
+        ({"heads": 2}, "so that at least one stays"),
+        ({"layers": 3}, "layers=3 would remove 3 of 3"),
         ({"experts": 0.5}, "has no experts to drop"),
-        ({"size": 0.7, "multiple": 0}, "multiple is a whole number, at least 1"),
-        ({"size": 0.7, "split": "odd"}, "split is even or measured"),
+        ({"size": 0.7, "multiple": 0}, "multiple must be a whole number of at least 1"),
+        ({"size": 0.7, "split": "odd"}, "split must be even or measured"),
         ({"layers": 1, "split": "measured"}, "give size= and no layers="),
         ({"size": 0.7, "targets": "both"}, "targets must be own or dense"),
-        ({"size": 0.7, "tune": 3}, r"tune is True, False or BlockTuning(...)"),
+        ({"size": 0.7, "tune": 3}, r"tune must be True, False or BlockTuning(...)"),
     ],
     ids=str,
 )

@@ -226,7 +226,7 @@ def test_a_wrapper_that_gathers_gradients_by_parameter_is_refused(monkeypatch):
             self.module = module
 
     model = llama()
-    with pytest.raises(ValueError, match="shrink the model inside, then wrap it again"):
+    with pytest.raises(ValueError, match="shrink the model inside it, then wrap it again"):
         shrink(Distributed(model), batches(), size=0.6)
 
 

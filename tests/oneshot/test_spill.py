@@ -161,7 +161,7 @@ def test_passes_block_by_block_keep_to_the_limit_of_their_model(limit):
 def test_a_limit_must_be_a_number_of_bytes():
     case = mlp()
     for wrong in (-1, 0.5, "4GB"):
-        with pytest.raises(ValueError, match=r"^memory is a number of bytes, at least 0, or None, got "):
+        with pytest.raises(ValueError, match=r"^memory must be a number of bytes, at least 0, or None, got "):
             Calibration(case.model, case.batches, memory=wrong)
 
 
@@ -191,7 +191,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path):
     """
     done = started(code, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "beyond the limit of memory" in done.stdout and str(tmp_path) in done.stdout
+    assert "beyond the memory limit" in done.stdout and str(tmp_path) in done.stdout
     assert len(done.stdout.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
@@ -204,5 +204,5 @@ def test_a_killed_process_leaves_nothing(tmp_path):
 def test_a_folder_is_made_and_a_file_in_its_place_is_one_line(tmp_path):
     Spill(0, tmp_path / "new").room(torch.zeros(2, 3), 2)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="activations beyond the limit of memory go there"):
+    with pytest.raises(OSError, match="activations beyond the memory limit go there"):
         Spill(0, tmp_path / "file").room(torch.zeros(2, 3), 2)

@@ -71,7 +71,7 @@ def test_a_loader_whose_order_changes_is_refused():
             self.offset = getattr(self, "offset", 0) + 1
             return iter([torch.tensor([[self.offset + i]]) for i in range(9)])
 
-    with pytest.raises(ValueError, match="another order"):
+    with pytest.raises(ValueError, match="change their order"):
         numbers(Batches(Restless(), 2, seed=0), 0, 20)
 
 

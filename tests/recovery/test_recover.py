@@ -259,7 +259,7 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(teacher, tmp_path)
     cases = {
         "different shapes": {"teacher": other},
         "share lm_head.weight": {"teacher": shared},
-        "pruned itself": {"teacher": pruned(teacher)},
+        "itself pruned": {"teacher": pruned(teacher)},
         "result.dense": {"teacher": object()},
         "matches no parameter": {"train": "nothing*"},
         "steps must be a whole number": {"steps": 0},
@@ -268,8 +268,8 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(teacher, tmp_path)
         "is there already": {"out": tmp_path / "there"},
         "one batch was given": {"batches": batches[:1]},
         "no batch was given": {"batches": []},
-        "a single one": {"batches": batches[0]},
-        "held_out is a number": {"held_out": 0},
+        "a single batch": {"batches": batches[0]},
+        "held_out must be a number": {"held_out": 0},
         "held_out must hold": {"held_out": []},
     }
     for said, change in cases.items():

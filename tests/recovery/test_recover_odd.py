@@ -222,8 +222,8 @@ def test_bad_input_leaves_no_folder(teacher, tmp_path):
 @pytest.mark.parametrize(
     ("said", "change"),
     [
-        ("a single one", {"held_out": torch.ones(4, 12, dtype=torch.int64)}),
-        ("a single one", {"held_out": {"input_ids": torch.ones(4, 12, dtype=torch.int64)}}),
+        ("a single batch", {"held_out": torch.ones(4, 12, dtype=torch.int64)}),
+        ("a single batch", {"held_out": {"input_ids": torch.ones(4, 12, dtype=torch.int64)}}),
         ("one sample per row", {"batches": [np.ones((4, 12), np.int64)] * 4}),
         ("meta device", {"teacher": deepcopy(mlp()).to("meta")}),
     ],

@@ -246,7 +246,7 @@ def test_the_state_of_another_form_and_a_damaged_one_are_refused_and_nothing_is_
         (tiled, state),
         (layer, state | {"data": state["data"].flip(0)}),
     ):
-        with pytest.raises(ValueError, match=r"is kept as|do not fit together"):
+        with pytest.raises(ValueError, match=r"is stored as|do not fit together"):
             target.load_state_dict(given)
         assert torch.equal(target.weight, decoded(weight, torch.bfloat16))
 

@@ -220,20 +220,20 @@ def test_compiled_by_inductor_a_sparse_model_writes_the_same_text():
 
 IDS = torch.ones(1, 4, dtype=torch.int64)
 BAD_PROMPTS = [
-    (IDS.float(), r"got torch\.float32; write input_ids\.long\(\)"),
-    (IDS > 0, r"got torch\.bool; write"),
-    (IDS[0], r"\(batch, length\), got \(4,\); of one prompt write input_ids\[None\]"),
+    (IDS.float(), r"got torch\.float32; pass input_ids\.long\(\)"),
+    (IDS > 0, r"got torch\.bool; pass"),
+    (IDS[0], r"\(batch, length\), got \(4,\); for one prompt, pass input_ids\[None\]"),
     (IDS[0, 0], r"got \(\); give one row for each prompt"),
     (IDS[None], r"got \(1, 1, 4\); give one row"),
     (IDS[:, :0], r"got \(1, 0\); begin with the start token"),
     (IDS[:0], r"got \(0, 4\); begin with"),
-    (IDS.tolist(), r"is a tensor \(batch, length\), as torch\.tensor"),
-    ({"input_ids": IDS}, r"is a tensor \(batch, length\)"),
-    (IDS * 64, "the token 64, but the model's are 0 to 63"),
+    (IDS.tolist(), r"must be a tensor \(batch, length\), such as torch\.tensor"),
+    ({"input_ids": IDS}, r"must be a tensor \(batch, length\)"),
+    (IDS * 64, "the token 64, but the model's tokens are 0 to 63"),
     (IDS.expand(17, -1), "1 to 16 sequences"),
 ]
 BAD_OPTIONS = [
-    ({"max_new_tokens": 61}, "more than the 64"),
+    ({"max_new_tokens": 61}, "exceeds the 64"),
     ({"max_new_tokens": 0}, "at least 1"),
     ({"max_new_tokens": 2.5}, "a whole number of at least 1, got 2.5"),
     ({"attention_mask": [[1, 1, 1, 1]], "max_new_tokens": 4}, "on the left"),
@@ -241,9 +241,9 @@ BAD_OPTIONS = [
     ({"do_sample": True, "temperature": 0.0}, "above 0"),
     ({"top_p": 1.5}, "top_p must"),
     ({"top_k": 0}, "top_k must"),
-    ({"temperature": 0.7}, r"temperature=0\.7 says how.*add do_sample=True, or leave temperature"),
-    ({"top_k": 5}, r"top_k=5 says how.*add do_sample=True"),
-    ({"top_p": 1.0}, r"top_p=1\.0 says how.*add do_sample=True"),
+    ({"temperature": 0.7}, r"temperature=0\.7 only affects sampling.*add do_sample=True, or leave out temperature"),
+    ({"top_k": 5}, r"top_k=5 only affects sampling.*add do_sample=True"),
+    ({"top_p": 1.0}, r"top_p=1\.0 only affects sampling.*add do_sample=True"),
 ]
 
 
@@ -263,7 +263,7 @@ def test_models_that_it_cannot_run_are_refused_in_one_line():
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=64, d_model=16, d_ff=8, num_layers=1))
-    cases = [(nn.Linear(2, 2), "is none"), (mamba, "no static cache"), (repeating, "repetition_penalty")]
+    cases = [(nn.Linear(2, 2), "is not one"), (mamba, "a static cache"), (repeating, "repetition_penalty")]
     for model, match in [*cases, (empty, "on the meta device.*load them first"), (t5, "has an encoder")]:
         with pytest.raises(ValueError, match=match) as error:
             Decoder(model)

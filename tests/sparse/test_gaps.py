@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused():
     keep = torch.rand(4, 10) < 0.5
     packed, values = bits.pack(keep), torch.ones(int(keep.sum()))
     cases = [(values[1:], (4, 10), "but there are"), (torch.ones(len(values) + 1), (4, 10), "but there are")]
-    cases += [(values, (40, 10), "bytes of bits"), (values, (1, 65537), "at most 65536 columns")]
+    cases += [(values, (40, 10), "bytes of mask bits"), (values, (1, 65537), "at most 65536 columns")]
     for some, shape, match in cases:
         with pytest.raises(ValueError, match=match):
             gaps_of(packed, some, shape)
@@ -122,5 +122,5 @@ BROKEN |= {
 @pytest.mark.parametrize("what", BROKEN)
 def test_forms_that_would_read_astray_are_refused(what):
     _, weight = matrix((4, 300), "half", torch.float32)
-    with pytest.raises(ValueError, match="save it anew"):
+    with pytest.raises(ValueError, match="save it again"):
         BROKEN[what](gaps_of_dense(weight)).check()

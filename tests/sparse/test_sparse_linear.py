@@ -62,7 +62,7 @@ def test_a_damaged_state_dict_is_refused_and_nothing_is_lost(name):
     layer = SparseLinear.from_linear(linear())
     before, state = layer.weight, dict(layer.state_dict())
     state[name] = state[name][:-1]
-    with pytest.raises(ValueError, match="save it anew"):
+    with pytest.raises(ValueError, match="save it again"):
         layer.load_state_dict(state)
     assert torch.equal(layer.weight, before)
 
@@ -109,7 +109,7 @@ def test_an_input_of_another_width_or_type_is_refused_in_one_line_and_floating_o
     layer = PATHS[path]()
     for shape, grad in product_of(WRONG_SHAPES, (False, True)):
         x = torch.randn(shape, device=DEVICE, requires_grad=grad)
-        with pytest.raises(ValueError, match=r"of 48 inputs takes a tensor \(\.\.\., 48\), got .*dimension is 48$"):
+        with pytest.raises(ValueError, match=r"of 48 inputs takes a tensor \(\.\.\., 48\), got \(.*\)$"):
             layer(x)
     for dtype, num, enabled in product_of(WRONG_TYPES, (1, 20), (False, True)):
         x = torch.ones(num, 48, device=DEVICE).to(dtype)
@@ -443,9 +443,9 @@ def test_a_layer_that_is_not_two_of_four_is_named_before_anything_is_done():
         with pytest.raises(ValueError, match=r"^1\.weight is not 2:4"):
             semi_structured_(model, only=only)
     for options in ({"only": "2"}, {"exclude": ["0", "1"]}):
-        with pytest.raises(ValueError, match="no linear layer that only and exclude leave has half"):
+        with pytest.raises(ValueError, match="no linear layer that only and exclude leave is at least half zeros"):
             semi_structured_(model, **options)
-    with pytest.raises(ValueError, match="no linear layer has half"):
+    with pytest.raises(ValueError, match="no linear layer is at least half zeros"):
         semi_structured_(model[2:])
     assert all(type(layer.weight) is nn.Parameter for layer in model)
 
@@ -456,7 +456,7 @@ def test_types_sizes_and_devices_that_do_not_take_them_are_named():
     for each, match in (
         (model, "multiple of"),
         (copy.deepcopy(model).float(), "float32, not"),
-        (structured().cpu(), r"GPUs.*on cpu"),
+        (structured().cpu(), r"an NVIDIA GPU.*on cpu"),
     ):
         with pytest.raises(ValueError, match=match):
             semi_structured_(each)

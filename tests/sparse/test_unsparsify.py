@@ -46,7 +46,7 @@ def test_pruning_is_undone_behind_sparse_layers_and_refused_while_there_are_some
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = prune(model, [torch.randn(32, 16, device=DEVICE)], sparsity=0.5)
     assert sparsify_(model, least=0.3) == ["0", "2"]
-    with pytest.raises(ValueError, match=r"0.weight is kept in a sparse layer: call unsparsify_\(model\) first"):
+    with pytest.raises(ValueError, match=r"0.weight is in a sparse layer: call unsparsify_\(model\) first"):
         result.undo_()
     for masks in (None, result.masks):
         with pytest.raises(ValueError, match="0 is a sparse layer"):
@@ -60,7 +60,7 @@ def test_what_is_no_model_and_a_share_that_is_none_are_refused():
     with pytest.raises(ValueError, match="takes a model, got str"):
         sparsify_("folder")
     for least in (40, -1, float("nan")):
-        with pytest.raises(ValueError, match=r"least is a share of zeros in \[0, 1\], as 0.5"):
+        with pytest.raises(ValueError, match=r"least must be a share of zeros in \[0, 1\], such as 0.5"):
             sparsify_(nn.Sequential(linear()), least=least)
 
 
@@ -80,7 +80,7 @@ def test_a_copy_has_parameters_of_its_own(copy):
 def test_no_file_takes_the_state_of_sparse_layers_and_no_pruning_their_weights(tmp_path):
     model = nn.Sequential(linear())
     sparsify_(model, least=0.3)
-    with pytest.raises(ValueError, match=r"0 is a sparse layer, which no file holds: call unsparsify_"):
+    with pytest.raises(ValueError, match=r"0 is a sparse layer, which cannot be saved: call unsparsify_"):
         save_sparse(model.state_dict(), tmp_path / "model.safetensors")
     assert not any(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"its layers are sparse: call unsparsify_"):
@@ -148,7 +148,7 @@ def test_training_a_model_of_sparse_layers_is_said_to_be_in_vain_once_and_inputs
     model = two_layers().requires_grad_(True)
     assert sparsify_(model, least=0.3) == ["0", "1"]
     (said,) = steps(model)
-    assert "do not learn" in said and "unsparsify_(model)" in said and "model.eval()" in said and "\n" not in said
+    assert "do not train" in said and "unsparsify_(model)" in said and "model.eval()" in said and "\n" not in said
 
 
 def test_nothing_is_said_of_frozen_layers_of_inference_and_of_dense_layers():

@@ -96,7 +96,7 @@ def test_a_shard_that_changes_while_it_is_read_stops_the_call_and_once_it_is_bac
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "save", save_and_damage)
-        with pytest.raises(OSError, match=f"{last.name} was changed .* put it back as it was") as raised:
+        with pytest.raises(OSError, match=f"{last.name} changed .* restore it") as raised:
             pruned(folder, tmp_path / "out")
     assert "\n" not in str(raised.value) and len(saved) >= 3 and not (tmp_path / "out").exists()
     last.write_bytes(kept)
@@ -109,7 +109,7 @@ def test_a_shard_that_changes_while_it_is_read_stops_the_call_and_once_it_is_bac
 def test_a_folder_whose_values_changed_since_the_call_began_is_refused(folder, tmp_path):
     pruned(folder, tmp_path / "out")
     overwrite(shards(folder)[1])
-    with pytest.raises(ValueError, match="began with other weights"):
+    with pytest.raises(ValueError, match="started with other weights"):
         pruned(folder, tmp_path / "again")
 
 
@@ -126,11 +126,11 @@ def test_a_finished_group_that_is_gone_or_damaged_is_done_again_and_nothing_else
     (tmp_path / "out").mkdir()
     with (
         pytest.warns() if damage is not delete else nullcontext(),
-        pytest.raises(OSError, match="repeat the same call"),
+        pytest.raises(OSError, match="repeat the call"),
     ):
         save_from_disk(model, folder, tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    with pytest.warns(match="is done again") if damage is not delete else nullcontext():
+    with pytest.warns(match="is computed again") if damage is not delete else nullcontext():
         assert pruned(folder, tmp_path / "out") == wanted
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -169,7 +169,7 @@ def test_the_command_says_it_in_one_line_keeps_what_is_done_and_goes_on(folder, 
         with pytest.raises(SystemExit):
             main(["prune", str(folder), *data.split(), "--out", str(tmp_path / "out")])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("prunus prune: ") and f"{last.name} was changed" in said
+    assert said.startswith("prunus prune: ") and f"{last.name} changed" in said
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.unfinished").is_dir()
     with pytest.raises(SystemExit):  # before the work begins
         main(["prune", str(folder), *data.split(), "--out", str(tmp_path / "out")])

@@ -116,10 +116,10 @@ def test_a_text_without_a_tokenizer_or_without_letters_is_one_line(folder, capsy
 
     prune = ["prune", folder / "model", "--out", folder / "out"]
     assert "has no tokenizer" in refused(*prune, "--text", folder / "text.txt")
-    assert "no file of uint16 tokens" in refused(*prune, "--tokens", folder / "text.txt")
+    assert "not a file of uint16 tokens" in refused(*prune, "--tokens", folder / "text.txt")
     write_tokenizer(folder / "model")
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    assert "no text in UTF-8" in refused(*prune, "--text", folder / "bytes.txt")
+    assert "not UTF-8 text" in refused(*prune, "--text", folder / "bytes.txt")
     assert "nowhere.txt" in refused(*prune, "--text", folder / "nowhere.txt")
     (folder / "none").mkdir()
     assert "none holds no text" in refused(*prune, "--text", folder / "text.txt", "--eval-text", folder / "none")

@@ -117,8 +117,8 @@ def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size
     for part, tokens in {"train": train, "validation": held_out}.items():
         if len(tokens) <= context:
             raise ValueError(
-                f"the {part} part holds {len(tokens)} tokens, but one window of context {context} takes {context + 1};"
-                f" take a longer file or a smaller context"
+                f"the {part} part holds {len(tokens)} tokens, but one window of context {context} needs {context + 1}; "
+                "take a longer file or a smaller context"
             )
     if train.dtype != held_out.dtype:
         raise ValueError(
@@ -127,7 +127,7 @@ def token_data(train: np.ndarray, held_out: np.ndarray, context: int, vocab_size
         )
     largest = max(int(train.max()), int(held_out.max()))
     if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(f"vocab_size is {vocab_size}, but the data holds token {largest}; give at least {largest + 1}")
+        raise ValueError(f"vocab_size is {vocab_size}, but the data has token {largest}; give at least {largest + 1}")
     rounded = -(-(largest + 1) // 64) * 64
     shape = TokenShape(vocab_size or (256 if train.dtype == np.uint8 else rounded), context)
     return TokenData(TokenWindows(train, context), held_out, shape)

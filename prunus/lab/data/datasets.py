@@ -50,7 +50,7 @@ def load(
     """
     if str(spec) == "digits" or Path(spec).is_dir():
         if validation is not None or vocab_size is not None:
-            raise ValueError(f"{spec} holds images, which take neither validation nor vocab_size; leave them out")
+            raise ValueError(f"{spec} holds images, which have neither validation nor vocab_size; leave them out")
         return _load_images(spec, augment)
     if augment:
         raise ValueError(f"augment crops and flips images, but {spec} holds tokens; leave it out")
@@ -72,7 +72,7 @@ def _load_images(spec: str | Path, augment: bool) -> ImageData:
     if str(spec) != "digits" and any((folder / name).is_file() for name in names):
         return image_data(*read_cifar10(folder), augment=augment)
     if augment:
-        raise ValueError(f"augment crops and flips as is usual for CIFAR-10, which {spec} is not; leave it out")
+        raise ValueError(f"augment is for CIFAR-10, which {spec} is not; leave it out")
     if str(spec) == "digits":
         return image_data(*read_digits())
     if any(folder.glob("*-idx[13]-ubyte*")):
@@ -88,7 +88,7 @@ def read_stdlib() -> tuple[np.ndarray, np.ndarray]:
     root = Path(sysconfig.get_path("stdlib"))
     train, held_out = split(sources(root))
     if not train or not held_out:
-        raise ValueError(f"{root} holds too few Python sources; give the path of a text instead of 'stdlib'")
+        raise ValueError(f"{root} holds too few Python sources; give the path of a text file instead of 'stdlib'")
     return joined(train), joined(held_out)
 
 
@@ -129,13 +129,13 @@ def _read_mnist(folder: Path, part: str) -> Labelled:
     labels = read_idx(folder, f"{part}-labels-idx1-ubyte", num_dims=1)
     if not len(labels) or len(pixels) != len(labels):
         raise ValueError(
-            f"{folder}: the {part} part should have a label for each image,"
-            f" but has {len(pixels)} images and {len(labels)} labels; copy it anew"
+            f"{folder}: the {part} part should have a label for each image, but has {len(pixels)} images and "
+            f"{len(labels)} labels; copy it again"
         )
     if pixels.shape[1] != pixels.shape[2] or not pixels.shape[1] or labels.max() >= NUM_CLASSES:
         raise ValueError(
-            f"{folder}: expected square images in {NUM_CLASSES} classes,"
-            f" got {pixels.shape[1]} x {pixels.shape[2]} and label {labels.max()}; give data shaped as MNIST"
+            f"{folder}: expected square images in {NUM_CLASSES} classes, got {pixels.shape[1]} x {pixels.shape[2]} and "
+            f"label {labels.max()}; give data in the shape of MNIST"
         )
     return Labelled(pixels[:, None], labels.astype(np.int64))
 
@@ -149,10 +149,10 @@ def read_idx(folder: Path, name: str, num_dims: int) -> np.ndarray:
     opening = 4 + 4 * num_dims
     magic, *shape = (int.from_bytes(raw[at : at + 4], "big") for at in range(0, opening, 4))
     if magic != 0x0800 + num_dims:
-        raise ValueError(f"{path} should open with {0x0800 + num_dims:#x}, but opens with {magic:#x}; copy it anew")
+        raise ValueError(f"{path} should open with {0x0800 + num_dims:#x}, but opens with {magic:#x}; copy it again")
     expected = opening + math.prod(shape)
     if len(raw) != expected:
-        raise ValueError(f"{path} should hold {expected} bytes for {shape}, but holds {len(raw)}; copy it anew")
+        raise ValueError(f"{path} should hold {expected} bytes for {shape}, but holds {len(raw)}; copy it again")
     return np.frombuffer(raw, np.uint8, offset=opening).reshape(shape)
 
 
@@ -165,8 +165,8 @@ def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
         num_legal = int(((labels >= 0) & (labels < NUM_CLASSES)).sum())
         if labels.shape != (count,) or num_legal != count:
             raise ValueError(
-                f"{folder}: expected {count} labels from 0 to {NUM_CLASSES - 1}, one an image,"
-                f" got {labels.size}, of which {num_legal} lie there; copy it anew"
+                f"{folder}: expected {count} labels from 0 to {NUM_CLASSES - 1}, one per image, got {labels.size}, of "
+                f"which {num_legal} are valid; copy it again"
             )
     return parts[0], parts[1]
 
@@ -176,7 +176,7 @@ def _read_cifar_binary(folder: Path, names: Sequence[str]) -> Labelled:
     for name, batch in zip(names, batches, strict=True):
         if not len(batch) or len(batch) % RECORD:
             raise ValueError(
-                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)} bytes; copy it anew"
+                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)} bytes; copy it again"
             )
     records = np.concatenate(batches).reshape(-1, RECORD)
     return Labelled(records[:, 1:].reshape(-1, CHANNELS, SIZE, SIZE), records[:, 0].astype(np.int64))
@@ -188,7 +188,7 @@ def _read_cifar_package(folder: Path, names: Sequence[str]) -> Labelled:
     try:
         labels = np.array(json.loads(read_bytes(path)), np.int64)
     except (TypeError, ValueError, OverflowError, RecursionError) as damage:
-        raise ValueError(f"{path} should hold a list of labels in JSON ({damage}); copy it anew") from damage
+        raise ValueError(f"{path} should hold a JSON list of labels ({damage}); copy it again") from damage
     return Labelled(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), labels)
 
 
@@ -202,11 +202,12 @@ def _read_png(path: Path) -> np.ndarray:
         with Image.open(path) as image:
             if image.width != SIZE * SIZE:  # before anything is unpacked
                 raise ValueError(
-                    f"{path} should be {SIZE * SIZE} pixels wide, an image a row, but is {image.width}; copy it anew"
+                    f"{path} should be {SIZE * SIZE} pixels wide, one image per row, but is {image.width}; copy it "
+                    "again"
                 )
             rows = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as damage:  # Pillow's words for a broken PNG
-        raise ValueError(f"{path} is no whole PNG ({damage}); copy it anew") from damage
+        raise ValueError(f"{path} is not a complete PNG ({damage}); copy it again") from damage
     return rows.reshape(-1, SIZE, SIZE, CHANNELS)
 
 

@@ -123,8 +123,8 @@ def read_source(folder: Path) -> Source:
         raise ValueError(f"no run in {folder} can be read: {notes[0]}")
     if not cells:
         raise ValueError(
-            f"{folder} holds neither a run (run.json) nor a study (study.json) nor folders of runs, nor a model that "
-            "prunus prune (result.json) or prunus recover (recovery.json) wrote"
+            f"{folder} holds no run (run.json), study (study.json) or folders of runs, nor a model from prunus prune "
+            "(result.json) or prunus recover (recovery.json)"
         )
     num_open = sum(cell.record.is_open for cell in cells)
     return Source(folder.resolve().name, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)

@@ -56,7 +56,7 @@ def demo_page(folder: Path) -> Page:
     values = read_checked(folder / DEMO_FILE, DEMO)
     rows = [Row(**{name: row[name] for name in Row.__annotations__}) for row in values["rows"]]
     if not rows or not rows[0].perplexity or not rows[0].num_bytes:
-        raise ValueError(f"{folder / DEMO_FILE} holds no dense model to compare with; run prunus demo again")
+        raise ValueError(f"{folder / DEMO_FILE} has no dense model to compare with; run prunus demo again")
     shares = [r.perplexity / rows[0].perplexity - 1 for r in rows]
     cells = [
         [r.name, r.done, cell(r.perplexity), cell(100 * share, partial(signed, decimals=1)), cell(r.num_bytes / 1e6)]

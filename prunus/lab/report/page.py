@@ -29,7 +29,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, a study, the demo, a pruned or a recovered model in one step, and return where it is."""
     target = out or folder / "report.html"
     if target.is_dir():
-        raise ValueError(f"{target} is a folder, but the page is a file; give its name too: {target / 'report.html'}")
+        raise ValueError(f"{target} is a folder; give the name of the page too: {target / 'report.html'}")
     if (folder / DEMO_FILE).is_file():
         page = html_of(demo_page(folder))
     elif (folder / RECOVERY_FILE).is_file():

@@ -45,10 +45,10 @@ class Arm:
             raise ValueError(f"an arm needs a name with letters or digits, got {self.name!r}")
         for name in self.changes:
             if name in SHARED:
-                raise ValueError(f"arm {self.name} changes {name}, which all arms share; make another study of it")
+                raise ValueError(f"arm {self.name} changes {name}, which all arms share; put it in another study")
             if name in ELSEWHERE or name in UNCHANGED:
                 where = f"; it is given by {ELSEWHERE[name]}" if name in ELSEWHERE else ""
-                raise ValueError(f"{name} is nothing that an arm changes{where}: arm {self.name}")
+                raise ValueError(f"{name} cannot be changed by an arm{where}: arm {self.name}")
 
     def __str__(self) -> str:
         """What it changes."""
@@ -70,7 +70,7 @@ def with_controls(arms: Iterable[Arm]) -> tuple[Arm, ...]:
     by_name = {arm.name: arm for arm in CONTROLS}
     for arm in arms:
         if arm.name in by_name and dict(by_name[arm.name].changes) != dict(arm.changes):
-            raise ValueError(f"two arms are called {arm.name}: {by_name[arm.name]} and {arm}; rename one")
+            raise ValueError(f"two arms are named {arm.name}: {by_name[arm.name]} and {arm}; rename one")
         by_name[arm.name] = arm
     folders: dict[str, str] = {}
     for arm in by_name.values():
@@ -78,7 +78,9 @@ def with_controls(arms: Iterable[Arm]) -> tuple[Arm, ...]:
         if other != arm.name:
             raise ValueError(f"arms {other!r} and {arm.name!r} would share a folder; rename one")
         if arm.against and arm.against not in by_name:
-            raise ValueError(f"arm {arm.name} is against {arm.against!r}, which is no arm: {', '.join(by_name)}")
+            raise ValueError(
+                f"arm {arm.name} is against {arm.against!r}, which is not an arm; the arms are {', '.join(by_name)}"
+            )
     return tuple(by_name.values())
 
 
@@ -104,7 +106,7 @@ def parse_arm(text: str) -> Arm:
             words.append(word)
     changes = parse_fields(words, f"arm {name.strip()}")
     if not colon or not changes or against == [""]:
-        raise ValueError(f"an arm is written as 'name: field=value field=value against=ARM', got {text!r}")
+        raise ValueError(f"an arm must be written as 'name: field=value field=value against=ARM', got {text!r}")
     return Arm(name.strip(), changes, " ".join(against))
 
 
@@ -133,12 +135,12 @@ def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; --base takes a TOML file with fields of a run") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
     tables = values.pop("arm", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) and "name" in table for table in tables):
-        raise ValueError(f"{path}: an arm is a table [[arm]] with a name and the fields that it changes")
+        raise ValueError(f"{path}: an arm must be a table [[arm]] with a name and the fields that it changes")
     if "seed" in values:
-        raise ValueError(f"{path}: the seeds of a study are given by --seeds ('5,' is seed 5 alone); leave seed out")
+        raise ValueError(f"{path}: --seeds sets the seeds of a study ('5,' is seed 5 alone); leave seed out")
     base = Run(**{name: typed(name, value, str(path)) for name, value in values.items()})
     arms = [score_arm(base.score)] if "score" in values else []
     for table in tables:
@@ -150,7 +152,7 @@ def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
 def typed(name: str, value: Any, where: str) -> Any:
     """``value`` as the field ``name`` of Run has it; ValueError where the field does not take it."""
     if option := OF_THE_STUDY.get(name):
-        raise ValueError(f"{where}: {name} is nothing that runs of a study choose; leave it out and say {option}")
+        raise ValueError(f"{where}: the runs of a study do not choose {name}; leave it out and pass {option}")
     if name not in FIELDS:
         near = get_close_matches(name, FIELDS, n=1)
         raise ValueError(f"{where}: a run has no field {name!r}{f'; did you mean {near[0]}?' if near else ''}")

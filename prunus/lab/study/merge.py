@@ -69,7 +69,7 @@ def _refuse_links(study: Path) -> None:
     paths += [path for pattern in ("runs/*", "runs/*/*") for path in study.glob(pattern)]
     for path in paths:
         if not (real := Path(os.path.realpath(path))).is_relative_to(root):
-            raise ValueError(f"{path} is a link out of the study, to {real}; put there what it points to")
+            raise ValueError(f"{path} is a link out of the study, to {real}; replace it with what it points to")
 
 
 def _runs(folders: Sequence[Folder]) -> list[RunFiles]:

@@ -207,7 +207,7 @@ def free_memory() -> None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            raise ValueError(f"the GPU cannot be used by this process any more: {error}; start again") from error
+            raise ValueError(f"this process can no longer use the GPU: {error}; start again") from error
 
 
 def now() -> str:

@@ -74,7 +74,7 @@ class Folder:
         names = {path.name for path in self.path.iterdir() if not is_part(path)} if self.path.exists() else set()
         begins = "locks" in names and (names == {"locks"} or not locked)
         if names and not self.exists and not begins:
-            raise ValueError(f"{self.path} is not empty and not a study; choose another --out")
+            raise ValueError(f"{self.path} is neither empty nor a study; choose another --out")
 
     def write(self, plan: StudyPlan, environment: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ class Folder:
             for name in sorted(here.keys() | planned.keys()):
                 if here.get(name) != planned.get(name):
                     raise ValueError(
-                        f"{run.path} was run with {name} = {here.get(name)}, the study has {planned.get(name)};"
-                        " move that folder away"
+                        f"{run.path} was run with {name} = {here.get(name)}, but the study has {planned.get(name)}; "
+                        "move that folder away"
                     )
 
     def runs(self) -> dict[str, RunFiles]:
@@ -195,5 +195,5 @@ def _read_masks(path: Path) -> tuple[dict[str, np.ndarray], dict[str, tuple[int,
             if masks[name].dtype != "uint8" or masks[name].shape != (-(-math.prod(shapes[name]) // 8),):
                 raise ValueError(f"the bits of {name} do not fit its shape")
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; delete it, and the overlap is left out") from error
+        raise ValueError(f"{path} cannot be read: {error}; delete it to leave the overlap out") from error
     return masks, shapes

@@ -88,7 +88,7 @@ def _digest_of(spec: str) -> str:
         return sha256(b"".join(part.tobytes() for part in read_stdlib())).hexdigest()[:16]
     path, total = Path(spec), sha256()
     if not path.exists():
-        raise ValueError(f"{spec} is neither a file nor a folder; --data says where the data is")
+        raise ValueError(f"{spec} is neither a file nor a folder; pass the data's place as --data")
     for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
         with file.open("rb") as opened:
             while block := opened.read(1 << 24):
@@ -139,7 +139,7 @@ class StudyPlan:
             mend = f"a longer budget is given by budget_scale={own / shared:g}"
             if a_step != self.base.batch * self.base.accumulate:
                 mend = f"with {a_step} a step it needs steps={shared / a_step:g}"
-            raise ValueError(f"arm {arm.name} ({arm}) reads {own:,} examples and the base {shared:,}; {mend}")
+            raise ValueError(f"arm {arm.name} ({arm}) reads {own:,} examples, but the base reads {shared:,}; {mend}")
         return run
 
     @cached_property
@@ -229,7 +229,7 @@ def make_plan(base: Run, arms: Iterable[Arm], sparsities: Iterable[float], seeds
     every, sparsities = with_controls(arms), list(sparsities)
     for sparsity in sparsities:
         if not 0 < sparsity < 1:
-            raise ValueError(f"a sparsity of a study lies between 0 and 1, got {sparsity}; dense is always in")
+            raise ValueError(f"a study's sparsities must lie between 0 and 1, got {sparsity}; dense is always included")
     cells = dict.fromkeys(
         Cell(arm.name, 0.0 if arm.changes.get("score", base.score) == "none" else sparsity, seed)
         for arm in every
@@ -257,8 +257,8 @@ def extended(old: StudyPlan, new: StudyPlan, where: Path) -> StudyPlan:
     for name, value in before.items():
         if value != after[name]:
             raise ValueError(
-                f"the study in {where} has {name} = {value}, not {after[name]}; "
-                "arms of a study share it: take another folder, or make it an arm"
+                f"the study in {where} has {name} = {value}, not {after[name]}; all arms share it: choose another "
+                "folder, or make it an arm"
             )
     for name in sorted(old.data.keys() | new.data.keys()):
         if old.data.get(name) != new.data.get(name):

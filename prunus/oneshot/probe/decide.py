@@ -67,12 +67,12 @@ def taus(tau: Tau, sizes: Mapping[str, int], base: float) -> dict[str, float]:
     if isinstance(tau, Mapping):
         for pattern in tau:
             if not any(fnmatchcase(name, pattern) for name in sizes):
-                raise ValueError(f"tau names {pattern!r}, which matches none of: {', '.join(sizes)}")
+                raise ValueError(f"tau has the pattern {pattern!r}, which matches none of: {', '.join(sizes)}")
         by_name = {}
         for name in sizes:
             values = [value for pattern, value in tau.items() if fnmatchcase(name, pattern)]
             if not values:
-                raise ValueError(f"tau has no value for {name}; name it, or give a last pattern '*'")
+                raise ValueError(f"tau has no value for {name}; add it, or a last pattern '*'")
             by_name[name] = values[0]
         return by_name
     if isinstance(tau, Sequence):
@@ -91,4 +91,4 @@ def check_tau(tau: Tau) -> None:
     values = tau.values() if isinstance(tau, Mapping) else tau if isinstance(tau, Sequence) else [tau]
     for value in values:
         if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"tau is the increase allowed, 0 or more (0.1 is 10 %), got {value!r}")
+            raise ValueError(f"tau, the allowed increase, must be at least 0 (0.1 is 10 %), got {value!r}")

@@ -35,7 +35,7 @@ class Objective:
         # Hugging Face models take labels and return a loss
         if not hasattr(self.model, "config") or "labels" not in inspect.signature(self.model.forward).parameters:
             raise ValueError(
-                f"{type(self.model).__name__} computes no loss of its own; pass loss=..., a function (output, target)"
+                f"{type(self.model).__name__} has no loss of its own; pass loss=, a function (output, target)"
             )
 
     @torch.no_grad()
@@ -58,9 +58,7 @@ class Objective:
             return self.loss(outputs(self.model, tree), _target(tree))
         loss = self.model(**without_cache(self.model, self._arguments(tree))).loss
         if loss is None:
-            raise ValueError(
-                f"{type(self.model).__name__} returned no loss; give labels in the batches, or pass loss=..."
-            )
+            raise ValueError(f"{type(self.model).__name__} returned no loss; give labels in the batches, or pass loss=")
         return loss
 
     def summed(self, tree: Tree, size: int, form: str | None = None) -> Tensor:

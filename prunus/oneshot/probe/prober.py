@@ -20,15 +20,15 @@ ProbeSchedule = Literal["joint", "sequential", "block"]
 
 @dataclass(frozen=True)
 class Probe:
-    """How candidates are probed.
+    """Prunes a candidate only if its gradient grows by at most the fraction ``tau`` when it is scaled by ``reduction``.
 
-    - ``joint``: all weights reduced at once, two records in all.
-    - ``sequential``: one weight after another, gradients recorded anew after each has been pruned.
-    - ``block``: the weights of one block together, then the next block; weights in no block one by one.
+    - ``joint``: all weight matrices at once, with two gradient records in all.
+    - ``sequential``: one matrix after another, with new gradients after each has been pruned.
+    - ``block``: the matrices of one block together, then the next block; those in no block one by one.
 
-    ``order`` is that of ``sequential`` and ``block``: from the last weight or block to the first, or from the first.
-    With tau ``target`` the candidates are those at sparsity ``pool`` (by default 1.2 times the sparsity), and
-    those with the smallest ratios are pruned until the sparsity is exact.
+    ``order`` is for ``sequential`` and ``block``: from the last to the first, or from the first. With tau ``target``
+    the candidates are those at sparsity ``pool`` (by default 1.2 times the sparsity, at most halfway from it to 1), and
+    those whose gradients grow least are pruned until the sparsity is exact.
     """
 
     tau: Tau = 1.0
@@ -45,9 +45,9 @@ class Probe:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if not 0 <= self.reduction < 1:
-            raise ValueError(f"reduction is what candidates are reduced to, in [0, 1), got {self.reduction}")
+            raise ValueError(f"reduction, the factor on candidates, must lie in [0, 1), got {self.reduction}")
         if self.pool is not None and not (self.tau == "target" and 0 < self.pool < 1):
-            raise ValueError(f"pool is a sparsity in (0, 1) that goes with tau='target', got {self.pool}")
+            raise ValueError(f"pool must be a sparsity in (0, 1), and needs tau='target', got {self.pool}")
 
     def pool_sparsity(self, sparsity: float) -> float:
         """Sparsity of the candidates."""
