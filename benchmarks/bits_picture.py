@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, percent, read_figures
 from .bits_forms import GROUPS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
+from .recover_figures import read_figures as read_recovered
 from .shrink_figures import LEARNED
 from .shrink_figures import read_figures as read_shrunk
 from .study import level_name, share_of
@@ -54,7 +55,13 @@ FAMILIES = (
 
 PLAIN = ("", *map(str, GROUPS))  # forms that every family has
 WORDS = {  # family: which of its points have words, how far from the point, and which end of them is there
-    "dense in 16 to 2 bits": {"16": ((0, 8), "center"), "8": ((0, -9), "center"), "4": ((-7, -6), "right")},
+    "dense in 16 to 2 bits": {
+        "16": ((0, 8), "center"),
+        "8": ((0, -9), "center"),
+        "4": ((-7, -6), "right"),
+        "3": ((6, 3), "left"),
+        "2": ((0, 8), "center"),
+    },
     "sparse, 16 bits": {"50": ((7, 5), "left"), "80": ((7, 4), "left")},
     "sparse, 4 bits": dict.fromkeys(("50", "80", "90"), ((-7, -4), "right")),
     "shrunk, 16 bits": {"25": ((7, 2), "left"), "50": ((-7, -1), "right")},
@@ -79,10 +86,15 @@ def stored(folder: Path, studies: Path) -> "Figure":
     model = next(model for model in read_figures(folder, studies) if model.figures.name == ORDER[0])
     arms = [arm for arm in model.arms if arm.form in PLAIN] + shrunk_arms(folder, model.figures.name)
     weights = next(iter(model.figures.rows["dense", ""].values()))["num_weights"]
-    about = f"what is added to perplexity, over the size of the blocks' weights in a file; {model.figures.name}"
-    below = "Recovered and shrunk models learned 360 steps more from the dense one's text. More: docs/evidence/bits.md"
-    figure = new_figure(5.0, "How small a model gets, and what that costs", about, below)
-    axes = new_axes(figure, (0.6, 1.2, 5.95, 3.1))
+    about = f"perplexity above the dense model's, by size of the blocks' weights in a file; {model.figures.name}"
+    control = next(each for each in read_recovered(folder) if each.name == model.figures.name)
+    trained = control.beside("control", "").replace("%", " %")
+    below = (
+        "Sparse and shrunk models learned from the dense one for 360 steps. Trained on for as many, the dense one\n"
+        f"itself gets to {trained}. Smaller: trained from the start with fewer weights. More: docs/evidence/bits.md"
+    )
+    figure = new_figure(5.2, "How small a model gets, and what that costs", about, below)
+    axes = new_axes(figure, (0.6, 1.4, 5.95, 3.1))
     for family in FAMILIES:
         points = family.points(arms)
         if points:
@@ -97,7 +109,7 @@ def stored(folder: Path, studies: Path) -> "Figure":
     axes.set_xticks([5, 10, 20, 50], ["5 MB", "10 MB", "20 MB", "50 MB"])
     axes.set_yticks([0, 1, 3, 10], ["dense", "+1 %", "+3 %", "+10 %"])
     axes.minorticks_off()
-    place = {"loc": (0.03, 0.075), "ncols": 3, "columnspacing": 1.6}
+    place = {"loc": (0.03, 0.115), "ncols": 3, "columnspacing": 1.6}
     figure.legend(handles=axes.lines[1::2], frameon=False, labelcolor="linecolor", fontsize=SMALL, **place)
     return figure
 
@@ -108,11 +120,11 @@ def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list
         key = arm.level or str(arm.num_bits)
         if key in WORDS[family.name]:
             shift, end = WORDS[family.name][key]
-            what = "bits" if not arm.level else "% zero" if arm.way in SPARSE else "% less"
-            size = f"{x:.0f} MB, " if what != "% less" else ""
-            text = f"{key} {what}: {size}{percent(arm.loss).replace('%', ' %')}"
+            what = "bits" if not arm.level else "% zeros" if arm.way in SPARSE else "% fewer"
+            size = f"{x:.0f} MB, " if family.bits != 16 else ""
+            loss = "" if key in ("2", "3") else f": {size}{percent(arm.loss).replace('%', ' %')}"
             style = {"color": family.colour, "fontsize": SMALL, "ha": end, "va": "center"}
-            axes.annotate(text, (x, y), shift, textcoords="offset points", **style)
+            axes.annotate(f"{key} {what}{loss}", (x, y), shift, textcoords="offset points", **style)
 
 
 def bits(folder: Path, studies: Path) -> "Figure":

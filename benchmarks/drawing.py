@@ -46,7 +46,8 @@ def new_figure(height: float, title: str, about: str, below: str = "") -> "Figur
     drawn = figure.Figure((6.8, height), facecolor=PAPER)
     drawn.text(0.035, 1 - 0.26 / height, title, color=INK, fontsize=13, fontweight="bold")
     drawn.text(0.035, 1 - 0.50 / height, about, color=SOFT)
-    drawn.text(0.035, 0.14 / height, below, color=SOFT, fontsize=SMALL)
+    for place, line in enumerate(reversed(below.splitlines())):
+        drawn.text(0.035, (0.14 + 0.145 * place) / height, line, color=SOFT, fontsize=SMALL)
     return drawn
 
 

@@ -211,7 +211,8 @@ def _trained(records: Sequence[Record], studies: Path) -> str:
     dense, half, fifth = (_spread(rows[key], result["metric"], 0) for key in keys)
     step = row_of(records, "train", arm="Pruner + AdamWPrune")
     return (
-        f"{model}, {len(rows[arm, 0.5]['seeds'])} seeds: perplexity {dense} dense, {half} at 50 %, {fifth} at 80 %. "
+        f"{model}, {len(rows[arm, 0.5]['seeds'])} seeds (mean ± standard deviation): perplexity {dense} dense, "
+        f"{half} at 50 %, {fifth} at 80 %. "
         f"A step takes {step['ratio']:.3f} of the time of a dense one, {step['record']['environment']['machine']}"
     )
 
@@ -271,7 +272,9 @@ def _support(record: Row) -> str:
         whole = sum(family[check] == "yes" for family in families)
         held = sum(family[check].startswith("yes") for family in families)
         lines.append([check, *map(str, (whole, held - whole, len(families) - held))])
-    return markdown_table([f"of {len(families)} families, transformers {newest}", "held", "in part", "failed"], lines)
+    num = len(record[newest]["families"])
+    about = f"{len(families)} of {num} families could be built, transformers {newest}"
+    return markdown_table([about, "held", "in part", "failed"], lines)
 
 
 def _reliability(record: Row) -> str:
