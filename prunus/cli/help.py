@@ -70,10 +70,24 @@ EXAMPLES = {  # what the page of a command begins with
     "study": "prunus study --scores magnitude,bitter7 --seeds 3 --out study",
     "profile": "prunus profile --model gpt2 --device cuda --out profile",
 }
+GUIDE = {  # the page of docs/ on a command, with what it prints and what goes wrong
+    "demo": "README",
+    "report": "command-line",
+    "prune": "prune-folder",
+    "shrink": "shrink",
+    "recover": "recover",
+    "eval": "evaluate",
+    "export": "run-and-ship",
+    "generate": "run-and-ship",
+    "doctor": "check",
+    "train": "command-line",
+    "study": "compare",
+    "profile": "command-line",
+}
 
 
 def help_page(kind: type[Any], name: str) -> str:
-    """An example, and the page of the parser for a class that has the command's options in groups."""
+    """An example, the guide's page, and the parser's for a class that has the command's options in groups."""
     import tyro
 
     left = {option.name: option for option in _options(kind, tyro.MISSING_NONPROP)}
@@ -93,7 +107,7 @@ def help_page(kind: type[Any], name: str) -> str:
     width = shutil.get_terminal_size().columns
     lines = (line.rstrip() for line in shown.getvalue().splitlines())
     fitting = (line if len(line) <= width else textwrap.fill(line, width) for line in lines)  # a description's
-    return "\n".join([f"example: {EXAMPLES[name]}", "", *fitting])
+    return "\n".join([f"example: {EXAMPLES[name]}", f"guide:   docs/{GUIDE[name]}.md", "", *fitting])
 
 
 def _options(kind: type[Any], default: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from prunus.cli import COMMANDS, _parse, main
-from prunus.cli.help import EXAMPLES, GROUPS
+from prunus.cli.help import EXAMPLES, GROUPS, GUIDE
 from prunus.cli.study_work import Lines
 from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
@@ -85,6 +85,12 @@ def test_the_example_of_a_command_is_one_that_can_be_parsed(name):
     command, *args = shlex.split(EXAMPLES[name])[1:]
     assert command == name
     _parse(import_module(f"prunus.cli.{name}").Command, name, args)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_page_of_the_guide_that_help_names_shows_the_command(name):
+    page = Path(__file__).parents[2] / "docs" / f"{GUIDE[name]}.md"
+    assert name == "demo" or f"prunus {name}" in page.read_text()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
