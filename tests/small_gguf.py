@@ -36,3 +36,38 @@ def write_gguf(path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_quantised_gguf(path: Path) -> None:
+    """An LFM2 of one layer in 8 bits: of this family transformers 5.23 keeps weights packed."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(path, "lfm2")
+    writer.add_context_length(16)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv([2])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_shortconv_l_cache(3)
+    writer.add_rope_freq_base(1e4)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    generator = np.random.default_rng(0)
+    for name in ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(32 if "_q" in name or "_k" in name else 64, np.float32))
+    writer.add_tensor("token_embd_norm.weight", np.ones(64, np.float32))
+    layers = [f"attn_{name}" for name in ("q", "k", "v", "output")] + [f"ffn_{name}" for name in ("gate", "up", "down")]
+    kind, rows = GGMLQuantizationType.Q8_0, {"token_embd": len(TOKENS)} | {f"blk.0.{layer}": 64 for layer in layers}
+    for name, num in rows.items():
+        values = generator.standard_normal((num, 64), np.float32)
+        writer.add_tensor(f"{name}.weight", quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

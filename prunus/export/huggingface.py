@@ -197,7 +197,7 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
     lacks, or one that it has and the folder does not, is a ValueError: nothing is drawn at random, nothing dropped.
     """
     if gguf_file:
-        stored, form = (folder / gguf_file).stat().st_size, {"gguf_file": gguf_file}
+        stored, form = (folder / gguf_file).stat().st_size, {"gguf_file": gguf_file, **_dequantised()}
         num_tensors = check_gguf(folder / gguf_file)
         config = read_config(folder, gguf_file=gguf_file)
         if (num := getattr(config, "num_hidden_layers", 0)) > num_tensors:  # a field without a name has its default
@@ -219,6 +219,15 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
         model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
         _refuse_strangers(type(model), info, may_have_more=bool(gguf_file))
     return model.eval()
+
+
+def _dequantised() -> dict[str, Any]:
+    """Options for plain weights from GGUF: of some families transformers 5.23 keeps packed what it has kernels for."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # older versions always dequantise
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: bool = False) -> None:
