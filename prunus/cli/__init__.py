@@ -21,7 +21,7 @@ TASKS = {  # commands by what they are for, and what each does
         "prune": "set weights to zero and repair those that stay",
         "shrink": "remove neurons, heads, layers or experts",
         "recover": "train it to match the dense model again; its zeros stay",
-        "eval": "measure quality and sparsity on held-out data",
+        "eval": "measure quality, sparsity, and programs that it writes",
     },
     "Store it and run it": {
         "export": "convert it to a smaller file and back, bit for bit",
@@ -112,6 +112,8 @@ def _continued(name: str, args: list[str]) -> str:
         goes_on = "--bits" in options
     elif name == "prune":
         goes_on = not {"--probe", "--no-repair"} & set(options)
+    elif name == "eval":
+        goes_on = any(option.partition("=")[0] == "--answers" for option in options)
     return f"; the same command continues: prunus {shlex.join(args)}" if goes_on else ""
 
 

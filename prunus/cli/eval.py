@@ -1,6 +1,6 @@
 """``prunus eval``"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """Measure the quality and sparsity of a model on held-out data; writes nothing.
+    """Measure the quality and sparsity of a model on held-out data, or how many programming problems it solves.
 
-    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder.
+    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder; with
+    --problems a .gguf file, too. Nothing is written but --answers; if the command is killed, repeat it: it continues.
     """
 
     path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder
@@ -34,13 +35,31 @@ class Command:
     length: int = 0  # tokens per window of a Hugging Face model; 0: 256, at most the model's maximum
     memory: str | None = None  # main memory for activations, such as 4GB; the rest goes to a file
     every_layer: Flag = False  # print the sparsity of every layer
+    problems: Path | None = None  # programming problems in HumanEval's form (.jsonl, .jsonl.gz), instead of data
+    run_code: Flag = False  # allow --problems to run the programs that the model writes
+    answers: Path | None = None  # .jsonl file to keep answers and verdicts in; a repeated command skips those there
+    samples: int = 0  # number of problems, spread evenly; 0: all
+    batch: int = 8  # problems answered at a time, 1 to 16
+    max_new_tokens: int = 1024  # maximum number of tokens in an answer
+    device: str = "auto"  # cpu or cuda; auto: cuda if there is a GPU
 
 
-OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token", "memory")
+OF_FOLDERS = ("tokens", "text", "batches", "dense", "token_type", "start_token", "memory", "device")
+OF_PROBLEMS = ("run_code", "answers", "samples", "batch", "max_new_tokens")
 
 
 def run(command: Command) -> None:
-    check_not_negative(command, "eval_windows", "length")
+    check_not_negative(command, "eval_windows", "length", "samples")
+    if command.problems is not None:
+        others = {option.name for option in fields(command)} - {"path", "problems", "device", *OF_PROBLEMS}
+        for flag in given(command, *sorted(others)):
+            raise ValueError(f"{flag} does not go with --problems, which measures pass@1 alone; leave it off")
+        from .answering import solve
+
+        print(f"{command.path}: {solve(command)}")
+        return
+    for flag in given(command, *OF_PROBLEMS):
+        raise ValueError(f"{flag} is for programming problems; give them with --problems, or leave it off")
     from ..lab.checkpoint import checkpoint_of
 
     found = checkpoint_of(command.path)
@@ -138,7 +157,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
         )
     memory = None if command.memory is None else size_in_bytes(command.memory)
     arrays = None if command.batches is None else read_batches(command.batches)
-    device = device_named("auto")
+    device = device_named(command.device)
     model = opened_folder(command.path, device)
     if memory is not None:
         LIMITS[model] = memory, None

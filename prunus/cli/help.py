@@ -43,6 +43,11 @@ GROUPS = {
         "evaluation": "eval_text eval_tokens eval_batches eval_windows",
         "running": "parallel offload_teacher compile bf16 token_type start_token",
     },
+    "eval": {
+        "usual": "text tokens batches dense eval_windows length every_layer device",
+        "programs": "problems run_code answers samples batch max_new_tokens",
+        "runs": "data validation",
+    },
     "export": {
         "usual": "out form bits text tokens batches check push device advise",
         "quantising": "samples length seed",

@@ -1,0 +1,174 @@
+"""How ``prunus eval --problems`` asks a model for programs, runs them, and keeps what is finished."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..export.huggingface import check_folder, load_any_model, quiet_transformers
+from ..files.json_file import strict_json, to_json
+from ..files.regular import check_regular
+from ..lab.recipe import device_named
+from ..oneshot.progress import progress_line
+from ..ops.machine import device_of
+from ..ops.wide_products import wide_products
+from ..sparse import Decoder
+from ..trained.data import TokenFile, check_vocabulary, is_causal, spread, text_config, tokenizer_of
+from ..trained.problems import ASK, Problem, chat_prompt, read_problems, wilson
+from ..trained.run_code import CONFINEMENT, check_confinement, run_programs
+from .console import print
+
+if TYPE_CHECKING:
+    from .eval import Command
+
+OF_MODEL = (".json", ".jinja", ".model", ".safetensors", ".gguf", ".txt")  # files that say what a model writes
+
+
+def solve(command: "Command") -> str:
+    """Answer the problems that are not answered yet, and run the programs; pass@1 of all, in words."""
+    assert command.problems is not None
+    if not command.run_code:
+        raise ValueError(f"--problems runs programs that the model writes, {CONFINEMENT}; add --run-code to allow it")
+    if not 1 <= command.batch <= 16 or command.max_new_tokens < 1:
+        raise ValueError(
+            f"--batch must be 1 to 16 and --max-new-tokens at least 1, got {command.batch} and {command.max_new_tokens}"
+        )
+    problems = read_problems(command.problems)
+    problems = [problems[place] for place in spread(len(problems), command.samples)]
+    if command.path.suffix != ".gguf":
+        check_folder(command.path)
+    answers = Answers(command.answers, command)
+    if left := [problem for problem in problems if problem.task_id not in answers.passed]:
+        if note := check_confinement():
+            print(note)
+        _answer(command, left, answers)
+    num, total = sum(answers.passed[problem.task_id] for problem in problems), len(problems)
+    low, high = wilson(num, total)
+    interval = f"{num} of {total}; 95 % interval {low:.3f} to {high:.3f}"
+    return f"pass@1 {num / total:.3f} ({interval}) on {command.problems.name}"
+
+
+class Answers:
+    """Whether each finished problem has passed, and the file that keeps it: settings, then a line for each problem."""
+
+    def __init__(self, path: Path | None, command: "Command") -> None:
+        self.path, self.passed = path, dict[str, bool]()
+        if path is None or command.problems is None:
+            return
+        check_regular(path)
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK) or path.is_dir():
+            raise ValueError(f"{path} cannot be written; --answers takes a .jsonl file in a folder that is there")
+        self.settings = {
+            "model": _digest(command.path),
+            "problems": hashlib.sha256(command.problems.read_bytes()).hexdigest(),
+            "max_new_tokens": command.max_new_tokens,
+            "prompt": ASK,
+        }
+        if path.exists():
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        *lines, torn = path.read_bytes().split(b"\n")
+        try:
+            settings, *rows = [strict_json(line) for line in lines] or [{"settings": self.settings}]
+            before = settings["settings"]
+            self.passed = {row["task_id"]: {"passed": True, "failed": False}[row["verdict"]] for row in rows}
+            changed = [name for name in self.settings if before[name] != self.settings[name]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is not a file of answers, or is damaged; choose another --answers") from None
+        if changed:
+            raise ValueError(f"{path} has answers with another {' and '.join(changed)}; choose another --answers")
+        os.truncate(path, path.stat().st_size - len(torn))  # of a command that was killed
+
+    def add(self, problem: Problem, answer: str, why: str) -> None:
+        self.passed[problem.task_id] = not why
+        if self.path is None:
+            return
+        row = {"task_id": problem.task_id, "verdict": "failed" if why else "passed", "why": why, "answer": answer}
+        with self.path.open("ab") as file:
+            first = [] if file.tell() else [{"settings": self.settings}]
+            file.write("".join(to_json(each) + "\n" for each in (*first, row)).encode())
+
+
+def _digest(model: Path) -> str:
+    """The same for the same model in another place."""
+    files = sorted(file for file in model.iterdir() if file.suffix in OF_MODEL) if model.is_dir() else [model]
+    total = hashlib.sha256()
+    for path in files:
+        check_regular(path)
+        with path.open("rb") as file:
+            total.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _answer(command: "Command", problems: list[Problem], answers: Answers) -> None:
+    """Answer problems, a batch at a time, and run the programs of each batch."""
+    folder, file = command.path, None
+    if folder.suffix == ".gguf":
+        folder, file = folder.parent, folder.name
+    tokenizer = tokenizer_of(folder, file)
+    if not getattr(tokenizer, "chat_template", None):
+        lacks = "no tokenizer that transformers can read" if tokenizer is None else "a tokenizer without chat template"
+        raise ValueError(f"{command.path} has {lacks}, so it cannot be asked; --problems needs an instruct model")
+    prompts = [chat_prompt(tokenizer, problem) for problem in problems]
+    device = device_of(device_named(command.device))
+    model = load_any_model(folder, "auto", file).to(device)
+    assert command.problems is not None
+    check_vocabulary(TokenFile(command.problems, np.concatenate(prompts)), model)
+    chat, length = Chat(model, tokenizer, command.max_new_tokens), max(map(len, prompts))
+    if chat.longest is not None and length >= chat.longest:
+        raise ValueError(f"a prompt has {length} tokens, but {command.path} reads {chat.longest} with the answer")
+    with progress_line(None, "solve") as show:
+        for first in range(0, len(problems), command.batch):
+            batch = problems[first : first + command.batch]
+            texts = chat(prompts[first : first + command.batch])
+            programs = [problem.program(text) for problem, text in zip(batch, texts, strict=True)]
+            for problem, text, why in zip(batch, texts, run_programs(programs), strict=True):
+                answers.add(problem, text, why)
+            if show is not None:
+                show(first + len(batch), len(problems), f"{sum(answers.passed.values())} problems solved")
+
+
+class Chat:
+    """Greedy answers of a model, by the decoder if it runs the model, else by ``model.generate``."""
+
+    def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
+        if not is_causal(model):
+            raise ValueError(f"{type(model).__name__} does not continue text; --problems needs a causal language model")
+        self.model, self.tokenizer, self.most = model, tokenizer, most
+        ends = model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        pad = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
+        self.options = {"eos_token_id": sorted(ends) or [-1], "pad_token_id": pad, "do_sample": False}
+        self.longest = getattr(text_config(model), "max_position_embeddings", None)
+        try:
+            self.decoder = Decoder(model)
+        except ValueError:
+            self.decoder = None
+
+    def __call__(self, prompts: list[list[int]]) -> list[str]:
+        """One answer each, up to its end token or the most tokens that may be."""
+        width = max(map(len, prompts))
+        most = self.most if self.longest is None else min(self.most, self.longest - width)
+        ids = torch.tensor([[self.options["pad_token_id"]] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        texts = []
+        for row in self._generated(ids, mask, most)[:, width:].tolist():
+            end = next((place for place, token in enumerate(row) if token in self.options["eos_token_id"]), len(row))
+            texts.append(self.tokenizer.decode(row[:end], skip_special_tokens=True))
+        return texts
+
+    def _generated(self, ids: Tensor, mask: Tensor, most: int) -> Tensor:
+        if self.decoder is not None:
+            try:
+                return self.decoder.generate(ids, attention_mask=mask, max_new_tokens=most, **self.options)
+            except ValueError:  # a cache that the model does not take is found out here
+                self.decoder = None
+        device = self.model.device
+        ids, mask = ids.to(device), mask.to(device)
+        with torch.inference_mode(), quiet_transformers(), wide_products(device, self.model):
+            return self.model.generate(ids, attention_mask=mask, max_new_tokens=most, **self.options)
