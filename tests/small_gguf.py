@@ -7,12 +7,12 @@ import numpy as np
 TOKENS = ["<s>", *"abcdefghijkl", "Ġ", "ab", "cd"]
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, context: int = 16, template: str | None = None) -> None:
     """A LLaMA of one layer with a vocabulary of letters."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, "llama")
-    writer.add_context_length(16)
+    writer.add_context_length(context)
     writer.add_embedding_length(8)
     writer.add_block_count(1)
     writer.add_feed_forward_length(16)
@@ -26,6 +26,8 @@ def write_gguf(path: Path) -> None:
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    if template is not None:
+        writer.add_chat_template(template)
     shapes = {"token_embd": (16, 8), "output_norm": (8,), "output": (16, 8), "blk.0.ffn_down": (8, 16)}
     shapes |= {f"blk.0.attn_{name}": (8, 8) for name in ("q", "k", "v", "output")}
     shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,), "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8)}

@@ -21,7 +21,7 @@ TASKS = {  # commands by what they are for, and what each does
         "prune": "set weights to zero and repair those that stay",
         "shrink": "remove neurons, heads, layers or experts",
         "recover": "train it to match the dense model again; its zeros stay",
-        "eval": "measure quality, sparsity, and programs that it writes",
+        "eval": "measure quality and sparsity, or pass@1 on problems",
     },
     "Store it and run it": {
         "export": "convert it to a smaller file and back, bit for bit",

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,11 @@ from ..trained.problems import ASK, Problem, chat_prompt, read_problems, wilson
 from ..trained.run_code import CONFINEMENT, check_confinement, run_programs
 from .console import print
 
-if TYPE_CHECKING:
-    from .eval import Command
-
 OF_MODEL = (".json", ".jinja", ".model", ".safetensors", ".gguf", ".txt")  # files that say what a model writes
 
 
-def solve(command: "Command") -> str:
+def solve(command: Any) -> str:
     """Answer the problems that are not answered yet, and run the programs; pass@1 of all, in words."""
-    assert command.problems is not None
     if not command.run_code:
         raise ValueError(f"--problems runs programs that the model writes, {CONFINEMENT}; add --run-code to allow it")
     if not 1 <= command.batch <= 16 or command.max_new_tokens < 1:
@@ -55,9 +51,9 @@ def solve(command: "Command") -> str:
 class Answers:
     """Whether each finished problem has passed, and the file that keeps it: settings, then a line for each problem."""
 
-    def __init__(self, path: Path | None, command: "Command") -> None:
+    def __init__(self, path: Path | None, command: Any) -> None:
         self.path, self.passed = path, dict[str, bool]()
-        if path is None or command.problems is None:
+        if path is None:
             return
         check_regular(path)
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK) or path.is_dir():
@@ -105,7 +101,7 @@ def _digest(model: Path) -> str:
     return total.hexdigest()
 
 
-def _answer(command: "Command", problems: list[Problem], answers: Answers) -> None:
+def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
     """Answer problems, a batch at a time, and run the programs of each batch."""
     folder, file = command.path, None
     if folder.suffix == ".gguf":
@@ -117,7 +113,6 @@ def _answer(command: "Command", problems: list[Problem], answers: Answers) -> No
     prompts = [chat_prompt(tokenizer, problem) for problem in problems]
     device = device_of(device_named(command.device))
     model = load_any_model(folder, "auto", file).to(device)
-    assert command.problems is not None
     check_vocabulary(TokenFile(command.problems, np.concatenate(prompts)), model)
     chat, length = Chat(model, tokenizer, command.max_new_tokens), max(map(len, prompts))
     if chat.longest is not None and length >= chat.longest:

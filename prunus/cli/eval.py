@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """Measure the quality and sparsity of a model on held-out data, or how many programming problems it solves.
+    """Measure quality and sparsity on held-out data, or how many programming problems a model solves.
 
-    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder; with
-    --problems a .gguf file, too. Nothing is written but --answers; if the command is killed, repeat it: it continues.
+    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder;
+    --problems takes a .gguf file too. Nothing is written but --answers.
     """
 
     path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder

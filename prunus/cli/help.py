@@ -44,8 +44,8 @@ GROUPS = {
         "running": "parallel offload_teacher compile bf16 token_type start_token",
     },
     "eval": {
-        "usual": "text tokens batches dense eval_windows length every_layer device",
-        "programs": "problems run_code answers samples batch max_new_tokens",
+        "usual": "text tokens batches dense eval_windows length every_layer problems run_code device",
+        "programs": "answers samples batch max_new_tokens",
         "runs": "data validation",
     },
     "export": {

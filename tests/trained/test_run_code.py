@@ -111,7 +111,7 @@ ENDED = {
         "E",
     ),
     "says much to the harness": (
-        "import os\nfor i in range(99):\n    try:\n        os.write(i, bytes(10**6))\n    except OSError:\n        pass",
+        "import os\nfor i in range(99):\n    try:\n        os.write(i, bytes(9**9))\n    except OSError:\n        0",
         "\0" * 300,
     ),
 }
