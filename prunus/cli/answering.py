@@ -35,7 +35,7 @@ def solve(command: Any) -> str:
         )
     problems = read_problems(command.problems)
     problems = [problems[place] for place in spread(len(problems), command.samples)]
-    if command.path.suffix != ".gguf":
+    if command.path.suffix != ".gguf" or not command.path.is_file():
         check_folder(command.path)
     answers = Answers(command.answers, command)
     if left := [problem for problem in problems if problem.task_id not in answers.passed]:
@@ -69,16 +69,20 @@ class Answers:
 
     def _read(self, path: Path) -> None:
         *lines, torn = path.read_bytes().split(b"\n")
+        first = to_json({"settings": self.settings}).encode()
         try:
-            settings, *rows = [strict_json(line) for line in lines] or [{"settings": self.settings}]
+            if not lines and not first.startswith(torn):
+                raise ValueError
+            settings, *rows = map(strict_json, lines or [first])
             before = settings["settings"]
             self.passed = {row["task_id"]: {"passed": True, "failed": False}[row["verdict"]] for row in rows}
             changed = [name for name in self.settings if before[name] != self.settings[name]]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is not a file of answers, or is damaged; choose another --answers") from None
         if changed:
-            raise ValueError(f"{path} has answers with another {' and '.join(changed)}; choose another --answers")
-        os.truncate(path, path.stat().st_size - len(torn))  # of a command that was killed
+            differs = " and ".join(changed)
+            raise ValueError(f"{path} holds answers of a run that differs in {differs}; choose another --answers")
+        os.truncate(path, path.stat().st_size - len(torn))  # the line that a killed command was writing
 
     def add(self, problem: Problem, answer: str, why: str) -> None:
         self.passed[problem.task_id] = not why

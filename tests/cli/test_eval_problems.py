@@ -116,14 +116,23 @@ def test_answers_of_another_model_or_other_settings_are_refused(folder, answered
     line_of(folder, "--answers", kept, capsys=capsys)
     before = kept.read_bytes()
     again = command(folder, "--run-code", "--answers", kept)
-    assert "another max_new_tokens; choose another --answers" in refused(capsys, *again, "--max-new-tokens", 5)
+    assert "a run that differs in max_new_tokens; choose another --answers" in refused(
+        capsys, *again, "--max-new-tokens", 5
+    )
     write_problems(folder / "problems.jsonl", 8)
-    assert "has answers with another problems;" in refused(capsys, *again)
+    assert "differs in problems;" in refused(capsys, *again)
     write_problems(folder / "problems.jsonl", 7)
     save(causal_model(vocab_size=257, max_position_embeddings=256), folder / "model")
-    assert "has answers with another model;" in refused(capsys, *again)
+    assert "differs in model;" in refused(capsys, *again)
     assert kept.read_bytes() == before
-    for content in ("[]\n", "x\n", '{"settings": {}}\n', '{"settings": 3}\n', before.decode() + '{"task_id": "a"}\n'):
+    for content in (
+        "mine",
+        "[]\n",
+        "x\n",
+        '{"settings": {}}\n',
+        '{"settings": 3}\n',
+        before.decode() + '{"task_id": "a"}\n',
+    ):
         kept.write_text(content)
         assert "is not a file of answers, or is damaged" in refused(capsys, *again)
         assert kept.read_text() == content
@@ -152,7 +161,8 @@ def test_options_of_problems_without_problems_are_refused(folder, capsys):
     for option in (["--run-code"], ["--answers", "a"], ["--samples", 3], ["--batch", 2], ["--max-new-tokens", 5]):
         assert "is for programming problems" in refused(capsys, "eval", folder / "model", *option)
     assert "there is no file" in refused(capsys, "eval", folder / "model", "--problems", folder / "no", "--run-code")
-    assert "no config.json" in refused(capsys, "eval", folder, "--problems", folder / "problems.jsonl", "--run-code")
+    for path in (folder, folder / "no", folder / "no.gguf"):
+        assert "no config.json" in refused(capsys, "eval", path, "--problems", folder / "problems.jsonl", "--run-code")
 
 
 def test_a_model_that_cannot_be_asked_is_one_line(folder, capsys):
