@@ -74,7 +74,7 @@ def _problem(values: Any) -> Problem:
             raise ValueError(f"expected a text as {name!r}, got {str(values.get(name, 'nothing'))[:40]!r}")
     problem = Problem(**{name: values[name] for name in names})
     if not problem.entry_point.isidentifier() or not problem.defines.search(problem.prompt):
-        raise ValueError(f"expected a prompt with the line 'def {problem.entry_point[:40]}(...)', its entry_point")
+        raise ValueError(f"expected a prompt that defines its entry_point, {problem.entry_point[:40]!r}")
     if not re.search(r"^def check\(", problem.test, re.MULTILINE):
         raise ValueError("expected a test that defines check(candidate)")
     return problem

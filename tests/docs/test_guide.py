@@ -15,7 +15,7 @@ from prunus.sparse import compiled
 
 GUIDE = ["training", "after-training", "search", "run-and-ship", "distributed", "command-line", "compare"]
 GUIDE += ["shrink", "recover", "bits", "large", "migrating", "how-it-works", "extending"]
-GUIDE += ["hub-to-server", "prune-folder", "fine-tuning", "check"]
+GUIDE += ["hub-to-server", "prune-folder", "fine-tuning", "evaluate", "check"]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 SCREEN = 110  # lines that a page of the guide may have
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -367,6 +368,38 @@ def read_arrays(folder: Path) -> None:
     read_batches(only(folder))
 
 
+def problems(folder: Path) -> None:
+    row = {"prompt": "def f():\n", "entry_point": "f", "test": "def check(candidate):\n    candidate()"}
+    (folder / "a.jsonl").write_text("".join(json.dumps({"task_id": f"own/{i}"} | row) + "\n" for i in range(3)))
+
+
+def read_problems(folder: Path) -> None:
+    from prunus.trained import tokens
+    from prunus.trained.problems import read_problems
+
+    tokens.MAX_READ = 1 << 26
+    for problem in read_problems(only(folder)):
+        problem.program("def f():\n    pass")
+
+
+def answers(folder: Path) -> None:
+    from prunus.cli.answering import Answers
+    from prunus.trained.problems import Problem
+
+    beside = folder.parent / "problems.jsonl"
+    beside.write_text("{}")
+    kept = Answers(folder / "kept.jsonl", SimpleNamespace(path=beside, problems=beside, max_new_tokens=5))
+    for i in range(3):
+        kept.add(Problem(f"own/{i}", "def f():\n", "f", "def check"), "    pass", "AssertionError" * (i % 2))
+
+
+def read_answers(folder: Path) -> None:
+    from prunus.cli.answering import Answers
+
+    beside = folder.parent / "problems.jsonl"
+    Answers(only(folder), SimpleNamespace(path=beside, problems=beside, max_new_tokens=5))
+
+
 def read_images(folder: Path) -> None:
     from prunus.lab.data import datasets
     from prunus.trained import tokens
@@ -456,6 +489,8 @@ READERS = {
     "batches .npz, packed": Reader(lambda to: np.savez_compressed(to / "a.npz", input_ids=np.eye(9)), read_arrays),
     "tokens .xz": Reader(lambda to: tokens(to, ".u16.xz", lzma.compress), read_tokens),
     "tokens .gz": Reader(lambda to: tokens(to, ".bin.gz", gzip.compress), read_tokens),
+    "problems": Reader(problems, read_problems),
+    "answers": Reader(answers, read_answers),
     "MNIST": Reader(mnist, read_images),
     "CIFAR-10": Reader(cifar, read_images),
     "CIFAR-10 in PNGs": Reader(cifar_package, read_images, needs="PIL"),
