@@ -2,12 +2,12 @@
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..export.huggingface import check_folder, load_any_model, quiet_transformers
 from ..files.json_file import strict_json, to_json
@@ -119,7 +119,7 @@ def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
     model = load_any_model(folder, "auto", file).to(device)
     check_vocabulary(TokenFile(command.problems, np.concatenate(prompts)), model)
     chat, length = Chat(model, tokenizer, command.max_new_tokens), max(map(len, prompts))
-    if chat.longest is not None and length >= chat.longest:
+    if length >= chat.longest:
         raise ValueError(f"a prompt has {length} tokens, but {command.path} reads {chat.longest} with the answer")
     with progress_line(None, "solve") as show:
         for first in range(0, len(problems), command.batch):
@@ -133,7 +133,11 @@ def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
 
 
 class Chat:
-    """Greedy answers of a model, by the decoder if it runs the model, else by ``model.generate``."""
+    """Greedy answers of a model: a batch at a time by the decoder, or one by one by ``model.generate``.
+
+    The latter runs models that the decoder does not. Some of them write differently after padding: those with a state
+    in place of a cache, and those whose generation config penalises tokens that are there already.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
         if not is_causal(model):
@@ -143,7 +147,7 @@ class Chat:
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         pad = next((each for each in (tokenizer.pad_token_id, *ends) if each is not None), 0)
         self.options = {"eos_token_id": sorted(ends) or [-1], "pad_token_id": pad, "do_sample": False}
-        self.longest = getattr(text_config(model), "max_position_embeddings", None)
+        self.longest = getattr(text_config(model), "max_position_embeddings", None) or sys.maxsize
         try:
             self.decoder = Decoder(model)
         except ValueError:
@@ -151,23 +155,27 @@ class Chat:
 
     def __call__(self, prompts: list[list[int]]) -> list[str]:
         """One answer each, up to its end token or the most tokens that may be."""
-        width = max(map(len, prompts))
-        most = self.most if self.longest is None else min(self.most, self.longest - width)
-        ids = torch.tensor([[self.options["pad_token_id"]] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         texts = []
-        for row in self._generated(ids, mask, most)[:, width:].tolist():
+        for row in self._tokens(prompts):
             end = next((place for place, token in enumerate(row) if token in self.options["eos_token_id"]), len(row))
             texts.append(self.tokenizer.decode(row[:end], skip_special_tokens=True))
         return texts
 
-    def _generated(self, ids: Tensor, mask: Tensor, most: int) -> Tensor:
+    def _tokens(self, prompts: list[list[int]]) -> list[list[int]]:
+        width = max(map(len, prompts))
         if self.decoder is not None:
+            pads = [width - len(prompt) for prompt in prompts]
+            rows = [[self.options["pad_token_id"]] * num + prompt for num, prompt in zip(pads, prompts, strict=True)]
+            mask = torch.tensor([[0] * num + [1] * (width - num) for num in pads])
+            how = {"attention_mask": mask, "max_new_tokens": min(self.most, self.longest - width), **self.options}
             try:
-                return self.decoder.generate(ids, attention_mask=mask, max_new_tokens=most, **self.options)
+                return self.decoder.generate(torch.tensor(rows), **how)[:, width:].tolist()
             except ValueError:  # a cache that the model does not take is found out here
                 self.decoder = None
-        device = self.model.device
-        ids, mask = ids.to(device), mask.to(device)
-        with torch.inference_mode(), quiet_transformers(), wide_products(device, self.model):
-            return self.model.generate(ids, attention_mask=mask, max_new_tokens=most, **self.options)
+        return [self._generate(prompt) for prompt in prompts]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=self.model.device)
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": min(self.most, self.longest - len(prompt))}
+        with torch.inference_mode(), quiet_transformers(), wide_products(ids.device, self.model):
+            return self.model.generate(ids, **how, **self.options)[0, len(prompt) :].tolist()

@@ -170,14 +170,16 @@ def _read(pipe: int, deadline: float) -> bytes:
 
 def _ended(child: int, is_late: bool) -> tuple[int, float]:
     """End a program and its session; its status and the processor time that it used."""
+    ended = status = 0
     for _ in range(0 if is_late else 50):  # one that ends by itself closes its pipe a moment before
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        ended, status, used = os.wait4(child, os.WNOHANG)
+        if ended:
             break
         time.sleep(0.01)
-    for end in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            end(child, signal.SIGKILL)
-    _, status, used = os.wait4(child, 0)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    if not ended:
+        _, status, used = os.wait4(child, 0)
     return status, used.ru_utime + used.ru_stime
 
 

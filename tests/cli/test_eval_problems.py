@@ -210,7 +210,7 @@ def test_answers_are_the_greedy_text_of_the_model_up_to_its_end_or_the_limit(nam
     model.generation_config.repetition_penalty = 1.3 if name == "a penalty" else None
     prompts = [torch.randint(6, 257, (length,)).tolist() for length in (3, 9, 1, 6)]
     chat = answering.Chat(model.eval(), tokenizer, 12)
-    assert (chat.decoder is None) == (name in ("a penalty", "MambaForCausalLM"))
+    assert chat.decoder is None or name not in ("a penalty", "MambaForCausalLM")
     for prompt, text in zip(prompts, chat(prompts), strict=True):
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [0, 5], "pad_token_id": 0}
@@ -226,13 +226,16 @@ def test_an_endless_answer_ends_at_the_limit_and_where_the_model_ends(folder):
     tokenizer.eos_token = None
     for most, num in ((40, 40), (1000, 256 - 9)):
         chat = answering.Chat(model, tokenizer, most)
-        new = chat._generated(torch.arange(1, 10)[None], torch.ones(1, 9, dtype=torch.int64), min(most, 256 - 9))
-        assert new.shape[1] - 9 == num and len(chat([[1] * 9])) == 1
+        for decoder in (chat.decoder, None):
+            chat.decoder = decoder
+            assert len(chat._tokens([[*range(1, 10)], [3]])[0]) == num
 
 
 def test_a_decoder_that_fails_at_the_first_prompt_gives_way_to_generate(folder, monkeypatch):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     chat = answering.Chat(model, chat_tokenizer(folder), 6)
+    if chat.decoder is None:
+        pytest.skip("the decoder needs transformers 5")
     text = chat([[7, 8, 9]])
 
     def refuse(*args, **options):
