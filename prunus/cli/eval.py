@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Command:
     """Measure quality and sparsity on held-out data, or how many programming problems a model solves.
 
-    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder;
-    --problems takes a .gguf file too. Nothing is written but --answers.
+    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder. For
+    programming problems it may be a .gguf file. The command writes nothing but the file of --answers.
     """
 
     path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder
