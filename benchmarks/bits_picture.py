@@ -86,12 +86,14 @@ def stored(folder: Path, studies: Path) -> "Figure":
     model = next(model for model in read_figures(folder, studies) if model.figures.name == ORDER[0])
     arms = [arm for arm in model.arms if arm.form in PLAIN] + shrunk_arms(folder, model.figures.name)
     weights = next(iter(model.figures.rows["dense", ""].values()))["num_weights"]
-    about = f"perplexity above the dense model's, by size of the blocks' weights in a file; {model.figures.name}"
+    about = (
+        f"increase in perplexity over dense (log scale), by size of the blocks' weights in a file; {model.figures.name}"
+    )
     control = next(each for each in read_recovered(folder) if each.name == model.figures.name)
     trained = control.beside("control", "").replace("%", " %")
     below = (
-        "Sparse and shrunk models learned from the dense one for 360 steps. Trained on for as many, the dense one\n"
-        f"itself gets to {trained}. Smaller: trained from the start with fewer weights. More: docs/evidence/bits.md"
+        "Sparse and shrunk models learned from the dense one for 360 steps. With as many more steps, the dense one\n"
+        f"itself changes by {trained}. Smaller: trained from the start with fewer weights. More: docs/evidence/bits.md"
     )
     figure = new_figure(5.2, "How small a model gets, and what that costs", about, below)
     axes = new_axes(figure, (0.6, 1.4, 5.95, 3.1))

@@ -120,7 +120,7 @@ def choices(results: Path, studies: Path) -> str:
         [
             "a smaller file",
             "Dense in 4 or 8 bits, by [another tool](docs/bits.md#dense-models); for less than that, sparse in 4 bits",
-            "`prunus prune MODEL --text CORPUS --sparsity 0.8 --recover 20M --bits 4 --out small`",
+            "`prunus prune MODEL --text CORPUS --sparsity 0.8 --recover 20M --bits 4 --device cuda --out small`",
             _smaller(of_bits),
         ],
         [
@@ -138,7 +138,7 @@ def choices(results: Path, studies: Path) -> str:
         [
             "a phone, or llama.cpp",
             "A model that is [shrunk](docs/shrink.md), then llama.cpp's own `llama-quantize`",
-            "`prunus shrink MODEL --text CORPUS --size 0.8 --recover 20M --out smaller`",
+            "`prunus shrink MODEL --text CORPUS --size 0.8 --recover 20M --device cuda --out smaller`",
             _shrunk(shrunk),
         ],
         [
@@ -167,8 +167,8 @@ def _smaller(models: Mapping[str, BitsFigures]) -> str:
     return (
         f"GPT-51M: its blocks' weights take {sizes[2]:.1f} MB at 80 % in 4 bits, perplexity {percent(sparse.loss)}; "
         f"dense they take {sizes[1]:.1f} MB in 4 bits, {percent(codes.loss)}, and {sizes[0]:.1f} MB in 16. "
-        f"SmolLM2-135M (from a 4-bit file), dense, by our rounding: {percent(eight.loss)} in 8 bits, "
-        f"{percent(least.loss)} in 4; sparse in 4 not measured"
+        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us: {percent(eight.loss)} in 8 bits, "
+        f"{percent(least.loss)} in 4"
     )
 
 
@@ -182,8 +182,9 @@ def _faster(records: Sequence[Record]) -> str:
         f"Random weights of Llama-3-8B's shape, {half['record']['environment']['machine']}, one text: "
         f"{half['times_faster']:.2f} times the dense speed at 50 % in 4 bits and {fifth['times_faster']:.2f} at 80 %, "
         f"in {half['memory']:.2f} and {fifth['memory']:.2f} of its memory; torch's dense int4 "
-        f"{theirs['times_faster']:.2f} times in {theirs['memory']:.2f}. Products of codes need compute capability "
-        "9.0 (H100); older GPUs hold values. Quality at this size is not measured"
+        f"{theirs['times_faster']:.2f} times in {theirs['memory']:.2f}. Only GPUs from compute capability 9.0 on "
+        "(H100) multiply 4-bit codes; on older ones, which were not measured, the decoder holds 16-bit values. Quality "
+        "at this size is not measured"
     )
 
 
@@ -222,8 +223,8 @@ def _without_gpu(records: Sequence[Record], models: Mapping[str, ModelFigures]) 
     dense, half = (model.number(model.mean(way, level) or 0.0) for way, level in (("dense", ""), ("repair", "50")))
     threads = repair["record"]["environment"]["machine"].split(", ")[-1]
     return (
-        f"stories15M, {threads}: {repair['seconds']:.0f} s; perplexity {dense} dense, {half} at 50 %. On a CPU zeros "
-        "save time only where nearly all weights are zero: `prunus export pruned --advise` measures it"
+        f"stories15M is pruned in {repair['seconds']:.0f} s on {threads}; perplexity {dense} dense, {half} at 50 %. "
+        "On a CPU zeros save time only where nearly all weights are zero: `prunus export pruned --advise` measures it"
     )
 
 

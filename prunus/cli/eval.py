@@ -23,15 +23,15 @@ class Command:
     """
 
     path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder
-    data: str | None = None  # data to use instead of the training run's
+    data: str | None = None  # for a run of prunus train: other data than it was trained on
     validation: Path | None = None  # held-out file to use instead of the training run's
-    tokens: Path | None = None  # file of held-out token ids (.u16, .bin, .u32 or .npy)
-    text: Path | None = None  # text file or folder, instead of --tokens; the model's tokenizer reads it
-    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --tokens
+    tokens: Path | None = None  # held-out token ids, instead of --text: a .u16, .bin, .u32 or .npy file
+    text: Path | None = None  # held-out text: a file or a folder, which the model's tokenizer reads
+    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --text
     dense: Path | None = None  # dense model's folder, to compare outputs with if there are no labels
     token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
     start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
-    eval_windows: int | None = None  # held-out windows; 0: all; default: 128, all of --batches, or as in training
+    eval_windows: int | None = None  # number of held-out windows; 0: all; default: 128, all of --batches, or as in training
     length: int = 0  # tokens per window of a Hugging Face model; 0: 256, at most the model's maximum
     memory: str | None = None  # main memory for activations, such as 4GB; the rest goes to a file
     every_layer: Flag = False  # print the sparsity of every layer
@@ -62,6 +62,12 @@ def run(command: Command) -> None:
         raise ValueError(f"{flag} is for programming problems; give them with --problems, or leave it off")
     from ..lab.checkpoint import checkpoint_of
 
+    if not command.path.exists():
+        raise ValueError(
+            f"there is no file or folder {command.path}; give a model folder, a run folder or a checkpoint"
+        )
+    if command.path.suffix == ".safetensors":
+        raise ValueError(f"{command.path} is a file of weights; give its folder, which has config.json too")
     found = checkpoint_of(command.path)
     if not found.exists() and (command.path / "config.json").is_file():
         for flag in given(command, "data", "validation"):

@@ -40,7 +40,7 @@ def run(command: Command) -> None:
     import torch
 
     from ..export import load_model
-    from ..export.huggingface import quiet_transformers
+    from ..export.huggingface import check_folder, quiet_transformers
     from ..lab.recipe import device_named
     from ..ops.machine import device_of
     from ..sparse import Decoder, SparseLinear, load_packed
@@ -49,7 +49,8 @@ def run(command: Command) -> None:
     device = device_of(device_named(command.device))
     if not command.path.exists():
         raise ValueError(f"there is no folder {command.path}")
-    tokenizer = tokenizer_of(command.path) if command.path.is_dir() else None
+    check_folder(command.path)
+    tokenizer = tokenizer_of(command.path)
     ids = _prompt(command, tokenizer)
     with quiet_transformers():
         if command.dense:

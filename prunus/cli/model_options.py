@@ -19,11 +19,11 @@ class ModelCommand:
 
     model: tyro.conf.Positional[str]  # Hugging Face folder, .gguf file, checkpoint of prunus train, or module:function
     out: Path  # new folder to write
-    tokens: Path | None = None  # file of calibration token ids (.u16, .bin, .u32 or .npy)
+    tokens: Path | None = None  # calibration token ids, instead of --text: a .u16, .bin, .u32 or .npy file
     eval_tokens: Path | None = None  # held-out token ids; by default the last tenth of the calibration data
-    text: Path | None = None  # text file or folder, instead of --tokens; the model's tokenizer reads it
+    text: Path | None = None  # calibration text: a file or a folder, which the model's tokenizer reads
     eval_text: Path | None = None  # held-out text file or folder
-    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --tokens
+    batches: Path | None = None  # .npz file of named inputs (and labels), one row per sample, instead of --text
     eval_batches: Path | None = None  # held-out .npz file
     token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
     start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
@@ -31,7 +31,7 @@ class ModelCommand:
     recover: str | None = None  # then train to match the dense model on this many tokens or samples, such as 20M
     calibrate: Literal["tokens", "self"] = "tokens"  # self: calibrate on text that the model generates, not on files
     length: int = 0  # tokens per window; 0: 256, at most the model's maximum
-    eval_windows: int | None = None  # held-out windows; 0: all; default: 128, all of --batches, or as in training
+    eval_windows: int | None = None  # number of held-out windows; 0: all; default: 128, all of --batches, or as in training
     seed: int = 0  # seed for choosing calibration windows
     batch: int = 0  # samples per pass; 0: as many as memory allows
     gguf_file: str | None = None  # .gguf file in the folder to read weights from

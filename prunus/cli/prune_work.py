@@ -168,6 +168,9 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 
 def _dry_run(command: Command) -> None:
     """Print blocks, memory and time, from arithmetic and from a trial on the first block; nothing is written."""
+    if command.recover is not None:
+        print("The recovery is not part of the estimate: it needs both models and Adam's state at once.")
+    command = replace(command, recover=None)
     trained, _ = loaded(command, from_checkpoint)
     calibration = _calibration_of(command, trained)
     num_bytes = sum(parameter.nbytes for parameter in trained.model.parameters())

@@ -14,7 +14,7 @@ from .tensor_checks import Role, TensorCheck, embeds_tokens
 
 NAMED = 4  # names in a message
 MASKED = "prune it anew with exact counts, or finish its training"
-LIVE = "prune it anew with exact counts; --masks tells pruned weights from live zeros"
+LIVE = "prune it again, if it was trained without its masks; --masks tells pruned weights from other zeros"
 BLOCK = re.compile(r"(?:(.*?)\.)??(layers|h|blocks|layer|block)\.(\d{1,6})\.")  # the first list in a name
 
 

@@ -16,8 +16,9 @@ def check_push(repo: str) -> None:
     try:
         user: dict[str, Any] = HfApi().whoami()
     except Exception as error:
+        why = "" if _is_login(error) else f" ({_reason(error)})"
         advice = "log in by: hf auth login" if _is_login(error) else "the folder can be pushed later: leave off --push"
-        raise OSError(f"the Hub does not answer for --push {repo} ({_reason(error)}); {advice}") from error
+        raise OSError(f"the Hub does not answer for --push {repo}{why}; {advice}") from error
     names = [user.get("name"), *(org.get("name") for org in user.get("orgs", []))]
     if (owner := repo.split("/")[0]) not in names:
         yours = f"{names[0]}/{repo.split('/')[1]}"

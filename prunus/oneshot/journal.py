@@ -66,7 +66,9 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
     path = folder / f"{kind}.json"
     if not path.is_file():
         if any(not is_part(path) for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds other files; give a new folder, or that of an earlier {kind}")
+            raise ValueError(
+                f"{folder} holds files of something else; repeat what left them, remove the folder, or give another"
+            )
         write_json(path, about)
         return
     before = read_json(path)

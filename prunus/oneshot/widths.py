@@ -113,6 +113,11 @@ class Widths:
             for field, num in self.nums[kind].items():
                 left[field] = num - num_removed(kind, removed, num)
                 if kind == "neurons":
+                    if left[field] < wanted.multiple <= num:
+                        raise ValueError(
+                            f"{left[field]} of {num} neurons would stay, fewer than multiple={wanted.multiple}; remove "
+                            "fewer, or give a smaller multiple"
+                        )
                     left[field] = _rounded(left[field], num, wanted.multiple)
                 elif left[field] not in (allowed := self.plan.allowed(field)):
                     removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"

@@ -24,7 +24,8 @@ def device_of(name: torch.device | str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError):  # torch says it in either way
-        raise ValueError(f"there is no device {str(name)!r} here; use cpu, or a device that torch finds") from None
+        why = "" if torch.version.cuda or torch.version.hip else f" (torch {torch.__version__} is a build without GPUs)"
+        raise ValueError(f"there is no device {str(name)!r} here{why}; use cpu, or a device that torch finds") from None
     return device
 
 

@@ -59,7 +59,7 @@ def last_checkpoint(folder: Path, settings: dict[str, Any]) -> str | None:
         known = read_json(path)
         if other := [name for name, value in settings.items() if known.get(name) != value]:
             raise ValueError(
-                f"{folder} holds a run with another {other[0]} ({known.get(other[0])}, now {settings[other[0]]}); "
+                f"{folder} holds a run whose {other[0]} is {known.get(other[0])}, not {settings[other[0]]}; "
                 "repeat the call with the old value, or remove the folder to start again"
             )
     else:

@@ -176,7 +176,10 @@ def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] 
     """Windows (num, length) spread evenly over the file, at most ``limit`` unless that is 0."""
     which = spread(num_windows(ids, length, start), limit)
     if not len(which):
-        raise ValueError(f"the held-out file has {len(ids)} tokens, fewer than a window of {length}")
+        raise ValueError(
+            f"there are only {len(ids)} held-out tokens, fewer than a window of {length}; give more text, or a "
+            "smaller --length"
+        )
     return windows_at(ids, which, length, start)
 
 

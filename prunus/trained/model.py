@@ -117,9 +117,10 @@ def load_trained(
         return trained
     if ":" in source.model:
         return _function(source.model)
+    wrong = "" if path.exists() else ": there is no such file or folder"
     raise ValueError(
         f"{source.model} is neither a folder with config.json, nor a .gguf file, nor a checkpoint of prunus, nor "
-        "module:function; download a Hub model first: hf download NAME --local-dir FOLDER"
+        f"module:function{wrong}; download a Hub model first: hf download NAME --local-dir FOLDER"
     )
 
 
@@ -156,8 +157,8 @@ def _check_samples(source: ModelSource) -> None:
         raise ValueError(f"samples must come from one kind of file, got {' and '.join(doubled)}")
     if not first and (not is_written or not second):
         raise ValueError(
-            "a model from a folder needs --tokens to calibrate and --eval-tokens to evaluate on, "
-            "or --text and --eval-text, or --batches and --eval-batches"
+            "a model from a folder needs samples: give --text with a file or a folder, --tokens or --batches; the last "
+            "tenth is held out, unless --eval-text, --eval-tokens or --eval-batches gives other samples"
         )
     if second and not is_written and ("batches" in first) != ("batches" in second):
         raise ValueError(f"--{first[0]} and --eval-{second[0]} are different kinds of samples; use the same kind")

@@ -161,8 +161,8 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "nowhere.bin" in refused(capsys, "train", "--data", tmp_path / "nowhere.bin", "--out", tmp_path / "run")
     assert refused(capsys, "trian") == "prunus: there is no command 'trian'; did you mean train?\n"
     assert "the commands are demo, report, " in refused(capsys, "xyz")
-    assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere.pt")
-    assert "no checkpoint" in refused(capsys, "eval", tmp_path / "nowhere", "--text", tmp_path / "text")
+    assert "there is no file or folder" in refused(capsys, "eval", tmp_path / "nowhere.pt")
+    assert "there is no file or folder" in refused(capsys, "eval", tmp_path / "nowhere", "--text", tmp_path / "text")
     assert "no config.json" in refused(capsys, "eval", tmp_path)
     assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-windows", "-3")
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")

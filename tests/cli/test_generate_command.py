@@ -113,7 +113,7 @@ def test_damage_is_one_line(folder, capsys):
         (["--tokens", "1", "--batch", "17"], "1 to 16"),
         (["--tokens", "1", "--dense", "--least", "0.5"], "leave off --least"),
         (["--tokens", "99", "--dense"], "the token 99"),
-        (["--tokens", "1", "--dense", "--max-new-tokens", "64"], "more than the 64"),
+        (["--tokens", "1", "--dense", "--max-new-tokens", "64"], "exceeds the 64"),
         (["--tokens", "1", "--device", "nowhere"], "no device"),
     ],
 )

@@ -142,7 +142,7 @@ def test_bad_input_gets_one_line_and_writes_nothing(made, tmp_path, capsys):
         "neither a Hugging Face folder": (made / "pruned", "--teacher", tmp_path, *text),
         "not a Hugging Face folder": (tmp_path, *teacher, *text),
         "a budget is a number": (made / "pruned", *teacher, *text, "--budget", "many"),
-        "needs --tokens": (made / "pruned", *teacher),
+        "needs samples": (made / "pruned", *teacher),
         "is there already": (made / "pruned", *teacher, *text, "--out", tmp_path / "there"),
         "a window has": (made / "pruned", *teacher, "--text", tmp_path / "short.txt"),
         "torchrun": (made / "pruned", *teacher, *text, "--parallel", "fsdp"),

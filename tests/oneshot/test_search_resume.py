@@ -100,7 +100,7 @@ def test_a_folder_of_another_search_is_refused(tmp_path):
         (mlp(), Probe(2.0), {}, r"probe = .*tau=1.0.*not .*tau=2.0"),
         (changed, Probe(1.0), {}, "other weights"),
         (drawn, Probe(1.0), {}, "samples = "),
-        (mlp(), Probe(1.0), {"state": tmp_path / "mine"}, "holds other files"),
+        (mlp(), Probe(1.0), {"state": tmp_path / "mine"}, "holds files of something else"),
     ):
         with pytest.raises(ValueError, match=said):
             searched(case, HALF_WORSE, probe, **options | more)

@@ -90,6 +90,6 @@ def test_settings_of_another_run_are_refused(tmp_path):
     before = [p.detach().clone() for p in student.parameters()]
     for change in ({"steps": 3}, {"lr": 0.1}, {"seed": 1}, {"hard": 0.5}):
         options = {"steps": 2, "progress": False, "state": tmp_path} | change
-        with pytest.raises(ValueError, match="holds a run with another"):
+        with pytest.raises(ValueError, match="holds a run whose"):
             recover(student, teacher, sequences(8), **options)
     assert all(torch.equal(p, old) for p, old in zip(student.parameters(), before, strict=True))

@@ -34,7 +34,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         page = html_of(demo_page(folder))
     elif (folder / RECOVERY_FILE).is_file():
         page = html_of(recovered_page(folder))
-    elif (folder / "config.json").is_file() and (folder / "result.json").is_file():  # prunus prune wrote it
+    elif (folder / "result.json").is_file() and not (folder / "run.json").is_file():  # prunus prune wrote it
         page = html_of(pruned_page(folder))
     else:
         page = render(read_source(folder))
