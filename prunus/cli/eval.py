@@ -31,7 +31,7 @@ class Command:
     dense: Path | None = None  # dense model's folder, to compare outputs with if there are no labels
     token_type: TokenType = "auto"  # type of raw token files; auto: uint32 for .u32, else uint16
     start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
-    eval_windows: int | None = None  # number of held-out windows; 0: all; default: 128, all of --batches, or as in training
+    eval_windows: int | None = None  # how many held-out windows; 0: all; default: 128, all of --batches, or as trained
     length: int = 0  # tokens per window of a Hugging Face model; 0: 256, at most the model's maximum
     memory: str | None = None  # main memory for activations, such as 4GB; the rest goes to a file
     every_layer: Flag = False  # print the sparsity of every layer

@@ -31,7 +31,7 @@ class ModelCommand:
     recover: str | None = None  # then train to match the dense model on this many tokens or samples, such as 20M
     calibrate: Literal["tokens", "self"] = "tokens"  # self: calibrate on text that the model generates, not on files
     length: int = 0  # tokens per window; 0: 256, at most the model's maximum
-    eval_windows: int | None = None  # number of held-out windows; 0: all; default: 128, all of --batches, or as in training
+    eval_windows: int | None = None  # how many held-out windows; 0: all; default: 128, all of --batches, or as trained
     seed: int = 0  # seed for choosing calibration windows
     batch: int = 0  # samples per pass; 0: as many as memory allows
     gguf_file: str | None = None  # .gguf file in the folder to read weights from

@@ -14,8 +14,8 @@ Score = Literal["auto", "magnitude", "wanda", "fisher", "path", "random"]
 class Command(ModelCommand):
     """Prune a trained model, repair the weights that stay, and measure the cost on held-out data.
 
-    Block by block, the solver chooses which weights stay and changes them to reproduce the dense model's outputs; with a
-    score, the score chooses. The result is compared with the dense model and with the score alone at the same sparsity.
+    Block by block, the solver chooses which weights stay and changes them to reproduce the dense model's outputs; a
+    score chooses by itself. The result is compared with the dense model and with the score alone at the same sparsity.
     If the command is killed, repeat it: it continues with the next layers.
 
     A gradient probe keeps some of the weights that the score would prune, so the sparsity is lower, unless tau is
