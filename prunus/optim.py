@@ -1,8 +1,8 @@
 """AdamW with masks: a pruned weight stays zero because its gradient counts as zero inside the step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from types import MappingProxyType
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .masks import restore_bits
-from .ops import bits, pieces
+from .ops import bits
 from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
 P = ParamSpec("P")
@@ -180,48 +180,27 @@ class AdamWPrune(torch.optim.Optimizer):
         return loss
 
     def _update_plainly(self, given: list[Given]) -> None:
-        """Mask, clip, and update moments and weights, on a CPU piece by piece: each is in the cache for all of it."""
-        masks = {p: self._state_of(p).get("mask") for _, p, _ in given if p not in self.unmasked}
-        if self.max_norm is not None or self.watch:  # which read gradients before the update
-            for _, parameter, grad in given:
-                if (mask := masks.pop(parameter, None)) is not None:
-                    bits.zero_(local(grad), mask)
+        for _, parameter, grad in given:
+            mask = self._state_of(parameter).get("mask")
+            if mask is not None and parameter not in self.unmasked:
+                bits.zero_(local(grad), mask)
         factor, scale = self._clip_factor([parameter for _, parameter, _ in given]), self.lr_scale
-        operands = []
         for group, parameter, grad in given:
-            state = self._state_of(parameter)
+            grad, state = local(grad), self.state[parameter]
+            grad = grad if factor is None else grad * factor.to(grad.device)
+            weight, moments = local(parameter), (local(state["exp_avg"]), local(state["exp_avg_sq"]))
+            if self.spam is not None:
+                grad = spike_clipped(grad.to(moments[1].dtype), moments[1], self.spam.theta)
             state["step"] += 1
             lr = float(group["lr"]) * scale
             lr_factor = self.lr_factors[parameter].item() if parameter in self.lr_factors else 1.0
-            numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), lr_factor)
-            tensors = [local(t) for t in (parameter, grad, state["exp_avg"], state["exp_avg_sq"])]
             for watch in self.watch:
-                watch(parameter, self._clipped(tensors[1], tensors[3], factor), lr_factor * lr)
-            operands.append(StepPart(tensors, masks.get(parameter), Update(lr, *numbers)))
-
-        def work(number: int, start: int, stop: int) -> None:
-            for piece in pieces.of(start, stop):
-                self._update_part(flat[number].part(piece), factor)
-
-        flat = [operand.flat() for operand in operands if operand.can_be_cut]
-        pieces.in_spans(work, [operand.tensors[0].numel() for operand in flat])
-        for operand in operands:
-            if not operand.can_be_cut:
-                self._update_part(operand, factor)
-
-    def _clipped(self, grad: Tensor, exp_avg_sq: Tensor, factor: Tensor | None) -> Tensor:
-        """What the update reads: the gradient times the factor of the norm, without spikes."""
-        grad = grad if factor is None else grad * factor.to(grad.device)
-        return grad if self.spam is None else spike_clipped(grad.to(exp_avg_sq.dtype), exp_avg_sq, self.spam.theta)
-
-    def _update_part(self, part: "StepPart", factor: Tensor | None) -> None:
-        weight, grad, exp_avg, exp_avg_sq = part.tensors
-        if part.mask is not None:
-            bits.zero_(grad, part.mask)
-        wide = weight.to(exp_avg.dtype)  # the weight itself unless moments have another dtype
-        adamw_(wide, self._clipped(grad, exp_avg_sq, factor).to(wide.dtype), exp_avg, exp_avg_sq, part.update)
-        if wide is not weight:
-            weight.copy_(wide)
+                watch(parameter, grad, lr_factor * lr)
+            numbers = (*group["betas"], group["eps"], group["weight_decay"], state["step"].item(), lr_factor)
+            wide = weight.to(moments[0].dtype)  # the weight itself unless moments have another dtype
+            adamw_(wide, grad.to(wide.dtype), *moments, Update(lr, *numbers))
+            if wide is not weight:
+                weight.copy_(wide)
 
     def _update_by_kernels(self, given: list[Given]) -> None:
         """Mask, clip, update moments and weights of all tensors in one launch; gradients are only read."""
@@ -337,27 +316,6 @@ class Update:
     weight_decay: float
     step: float
     lr_factor: float = 1.0  # factor on lr, but not on the decay
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """What one update reads and writes, of a weight or of a run of its elements."""
-
-    tensors: Sequence[Tensor]  # weight, gradient and both moments
-    mask: Tensor | None
-    update: Update
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether masks, which count elements, and memory have the same order."""
-        return all(tensor.is_cpu and tensor.is_contiguous() for tensor in self.tensors)
-
-    def flat(self) -> "StepPart":
-        return replace(self, tensors=[tensor.detach().view(-1) for tensor in self.tensors])
-
-    def part(self, piece: slice) -> "StepPart":
-        mask = None if self.mask is None else self.mask[piece.start // 8 : -(-piece.stop // 8)]
-        return StepPart([tensor[piece] for tensor in self.tensors], mask, self.update)
 
 
 def adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, update: Update) -> None:

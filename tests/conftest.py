@@ -16,7 +16,7 @@ from small_gpt import fewer_weights
 from torch.nn.modules import module
 from torch.optim import optimizer
 
-from prunus.ops import bits, lazy, pieces
+from prunus.ops import bits, lazy
 from prunus.owners import check_owner
 
 if not torch.cuda.is_available():
@@ -130,13 +130,7 @@ def few_weights() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work on 64 elements at a time, in three threads, so that a small tensor is many pieces."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on 64 elements at a time, so that a small tensor is many pieces."""
     monkeypatch.setattr(bits, "CHUNK", 64)
     monkeypatch.setattr(lazy, "CHUNK", 64)
-    for name, number in {"PIECE": 64, "SPAN": 192, "ALONE": 0}.items():
-        monkeypatch.setattr(pieces, name, number)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)

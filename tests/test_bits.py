@@ -50,6 +50,13 @@ def test_count_is_right_for_every_byte():
     assert bits.count(every).tolist() == [byte.bit_count() for byte in range(256)]
 
 
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (8,), (3, 16), (5, 11), (0, 8), (2, 3, 24)], ids=str)
+def test_bits_are_counted_as_defined_whatever_the_shape_and_the_order_in_memory(shape):
+    packed = torch.randint(256, shape, dtype=torch.uint8)
+    for given in (packed, packed.transpose(0, -1), packed[..., ::2]):
+        assert torch.equal(bits.count(given), bits.count_reference(given))
+
+
 @pytest.mark.parametrize("pieces", ["one piece", "many pieces"])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", SIZES)

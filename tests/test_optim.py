@@ -117,30 +117,6 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
     assert AdamWPrune([weight]).step(closure).item() == 3.0 and (weight < 1).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"spam": Spam(every=5, warmup=2, hold=1)}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_and_threads_change_no_bit_of_a_masked_step(dtype, options, request):
-    torch.manual_seed(0)
-    shapes = [(37, 41), (8,), (1, 1), (0, 3), (2, 6, 5, 4), (130, 129)]
-    starts = [torch.randn(shape).to(dtype) for shape in shapes]
-    starts[4] = starts[4].to(memory_format=torch.channels_last)
-    keep, ends = [torch.rand(shape) < 0.5 for shape in shapes], []
-    for number in range(2):
-        if number:
-            request.getfixturevalue("small_chunks")
-        params = [nn.Parameter(start.clone()) for start in starts]
-        optimizer = AdamWPrune(params, **options, moment_dtype=torch.float32)
-        for p, mask in zip(params[:-1], keep[:-1], strict=True):  # the last one has none
-            optimizer._state_of(p)["mask"] = bits.pack(mask)
-        for step in range(12):
-            set_gradients(params, step)
-            optimizer.step()
-        given = [(p.grad, mask) for p, mask in zip(params[:-1], keep[:-1], strict=True) if p.grad is not None]
-        assert given and not any(grad[~mask].any() for grad, mask in given)
-        ends.append(optimizer)
-    equal_states(*ends)
-
-
 @pytest.mark.rounding
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import pieces
-
 CHUNK = 1 << 18  # elements worked on at a time: temporaries of a megabyte stay in the cache
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -107,7 +105,7 @@ def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
 def zero_(tensor: Tensor, bits: Tensor) -> None:
     """``zero_reference_``, without a boolean copy of the mask.
 
-    On the CPU the elements are multiplied, piece by piece, as integers of their width by 0 or 1, which
+    On the CPU the elements are multiplied, chunk by chunk, as integers of their width by 0 or 1, which
     is exact for every value and several times faster than a masked fill.
     """
     if tensor.is_cuda and tensor.is_contiguous():
@@ -115,18 +113,14 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
 
         kernel(words_of(tensor), bits)
     elif tensor.is_cpu and tensor.is_contiguous():
-        words = words_of(tensor)
-        pieces.in_spans(lambda _, start, stop: _multiply_(words, bits.numpy(), start, stop), [len(words)])
+        words, packed = words_of(tensor), bits.numpy()
+        scratch = torch.empty(min(CHUNK, len(words)), dtype=words.dtype)
+        for start in range(0, len(words), CHUNK):
+            chunk = words[start : start + CHUNK]
+            ones = np.unpackbits(packed[start // 8 : (start + CHUNK) // 8], count=len(chunk), bitorder="little")
+            chunk.mul_(scratch[: len(chunk)].copy_(torch.from_numpy(ones)))
     else:
         zero_reference_(tensor, bits)
-
-
-def _multiply_(words: Tensor, packed: np.ndarray, first: int, last: int) -> None:
-    """Multiply elements ``first`` to ``last`` by their bits; ``first`` begins a byte."""
-    for piece in pieces.of(first, last):
-        chunk = words[piece]
-        ones = np.unpackbits(packed[piece.start // 8 : -(-piece.stop // 8)], count=len(chunk), bitorder="little")
-        chunk.mul_(torch.from_numpy(ones))
 
 
 def check_count(num_kept: int, num_values: int) -> None:

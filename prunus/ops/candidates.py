@@ -7,13 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import bits, pieces
+from . import bits
 from .lazy import Lazy, sortable
 
 Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
@@ -28,18 +27,18 @@ def kernels_read(source: Lazy) -> bool:
 
 
 def sampled(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) -> Tensor:
-    """Sortable integers of live scores: about ``SAMPLE`` if the sources are all ``total`` weights, elsewhere fewer.
+    """Sortable integers of live scores: about ``SAMPLE`` if the sources are all ``total`` weights.
 
-    Of those ``num_live`` are live. Without kernels a draw costs more than a candidate, and ``total^(2/3)`` are best.
+    Of those ``num_live`` are live.
     """
-    rate = min(4.0, total / num_live) / total  # of all elements, live or not
+    rate = SAMPLE / total * min(4.0, total / num_live)  # of all elements, live or not
     if sources and all(map(kernels_read, sources)):
         from ._triton.candidates import sampled as kernel
         from ._triton.tensor_table import readable
 
         if low := readable(sources):
-            return kernel(low, SAMPLE * rate, live)
-    return sortable(draw(sources, min(SAMPLE, total ** (2 / 3)) * rate, num_live, live))
+            return kernel(low, rate, live)
+    return sortable(draw(sources, rate, num_live, live))
 
 
 def draw(sources: Sequence[Lazy], rate: float, seed: int, live: Packed) -> Tensor:
@@ -117,39 +116,28 @@ def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
 
 
 def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
-    """What lies above and in [lo, hi]; None once more than ``limit`` lie inside. Threads share the work on a CPU."""
+    """What lies above and in [lo, hi], weight by weight; None once more than ``limit`` lie inside."""
     # all before the pass: allocated in between, masks and lists would pin the heap that its temporaries leave
     sizes = [bits.num_bytes(source.numel) for source in sources]
     starts = [0, *accumulate(sizes)]
     above = torch.empty(starts[-1], dtype=torch.uint8, device=sources[0].device)
     listed = torch.empty(limit, dtype=sources[0].compared, device=above.device)
     positions = torch.empty(limit, dtype=torch.int64, device=above.device)
-    num, lock = 0, Lock()
-
-    def search(number: int, first: int, last: int) -> None:
-        nonlocal num
-        source, packed, offset = sources[number], live.get(sources[number].name), starts[number]
-        split, size = (_split_on_cpu(), pieces.PIECE) if above.is_cpu else (split_reference, None)
-        for start, scores in source.chunks(size, first, last):
-            alive = None if packed is None else packed[start // 8 : start // 8 + bits.num_bytes(len(scores))]
+    num_above, num = [], 0
+    for source, mask, first in zip(sources, above.split(sizes), starts, strict=False):
+        split = _split_on_cpu() if source.device.type == "cpu" else split_reference
+        packed = live.get(source.name)
+        for start, scores in source.chunks():
+            here = slice(start // 8, start // 8 + bits.num_bytes(len(scores)))
+            alive = None if packed is None else packed[here]
             check_finite(source.name, scores, alive)
-            mask, places = split(scores, alive, lo, hi)
-            above[offset + start // 8 :][: len(mask)] = mask
-            with lock:
-                begin, num = num, num + len(places)
-            if begin + len(places) > limit:
-                return
-            listed[begin : begin + len(places)] = scores[places]
-            positions[begin : begin + len(places)] = places + (start + 8 * offset)
-
-    if above.is_cpu and all(source.formula for source in sources):  # other scores are given whole tensors
-        pieces.in_spans(search, [source.numel for source in sources])
-    else:
-        for number, source in enumerate(sources):
-            search(number, 0, source.numel)
-    if num > limit:
-        return None
-    num_above = [int(bits.count(mask)) for mask in above.split(sizes)]
+            mask[here], places = split(scores, alive, lo, hi)
+            begin, num = num, num + len(places)
+            if num > limit:
+                return None
+            listed[begin:num] = scores[places]
+            positions[begin:num] = places + (start + 8 * first)
+        num_above.append(int(bits.count(mask)))
     return Candidates(above, starts[:-1], num_above, listed[:num], positions[:num])
 
 
@@ -165,7 +153,7 @@ def _split_on_cpu() -> Callable[[Tensor, Tensor | None, float, float], tuple[Ten
     The booleans are written to the same two buffers every time: fresh ones would cost more in
     page faults than the comparisons take.
     """
-    buffers = np.empty((2, pieces.PIECE), dtype=bool)
+    buffers = np.empty((2, bits.CHUNK), dtype=bool)
 
     def split(scores: Tensor, live: Tensor | None, lo: float, hi: float) -> tuple[Tensor, Tensor]:
         values = scores.numpy()

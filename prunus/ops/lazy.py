@@ -69,16 +69,16 @@ class Lazy:
         """Elements worked on at a time: what a CPU's cache holds, or what makes a GPU's launches worth while."""
         return CHUNK if self.device.type == "cpu" else 1 << 24
 
-    def chunks(self, size: int | None = None, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Start and scores of consecutive runs of ``size`` elements, from ``first`` to ``last`` of the flat weight."""
-        size, last = size or self.chunk_size, self.numel if last is None else last
+    def chunks(self, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Start and scores of consecutive runs of ``size`` elements of the flattened weight."""
+        size = size or self.chunk_size
         if self.formula is None:
             scores = self.all().reshape(-1)
-            yield from ((start, scores[start : min(start + size, last)]) for start in range(first, last, size))
+            yield from ((start, scores[start : start + size]) for start in range(0, self.numel, size))
             return
         flat = {name: tensor.reshape(-1) for name, tensor in self.reads.items() if tensor.shape == self.shape}
-        for start in range(first, last, size):
-            stop = min(start + size, last)
+        for start in range(0, self.numel, size):
+            stop = min(start + size, self.numel)
             reads = {
                 name: flat[name][start:stop] if name in flat else self._spread(tensor, start, stop)
                 for name, tensor in self.reads.items()
