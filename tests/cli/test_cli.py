@@ -164,6 +164,8 @@ def test_missing_data_and_unknown_commands_are_refused(tmp_path, capsys):
     assert "there is no file or folder" in refused(capsys, "eval", tmp_path / "nowhere.pt")
     assert "there is no file or folder" in refused(capsys, "eval", tmp_path / "nowhere", "--text", tmp_path / "text")
     assert "no config.json" in refused(capsys, "eval", tmp_path)
+    (tmp_path / "a.safetensors").touch()
+    assert "give its folder" in refused(capsys, "eval", tmp_path / "a.safetensors", "--text", tmp_path / "text")
     assert "at least 0" in refused(capsys, "eval", tmp_path / "nowhere.pt", "--eval-windows", "-3")
     assert "run.json" in refused(capsys, "train", "--resume", "--out", tmp_path / "run")
 

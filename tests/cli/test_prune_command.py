@@ -188,6 +188,17 @@ def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_rem
     assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == written
 
 
+@pytest.mark.parametrize("options", [[], ["--no-repair"], ["--recover", "2k"], ["--bits", "4"]], ids=str)
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(options, folder, capsys):
+    before = sorted(folder.rglob("*"))
+    run("prune", folder / "model", *FAST, *data_of(folder), "--out", folder / "out", "--dry-run", *options)
+    said = capsys.readouterr().out
+    assert "2 blocks of at most" in said and "Nothing was written." in said
+    assert ("recovery is not part" in said) == ("--recover" in options)
+    assert ("first block" in said) == ("--no-repair" not in options)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_two_at_once_do_not_share_a_folder_to_work_in(folder, capsys):
     (folder / ".out.unfinished").mkdir()
     with try_lock(folder / ".out.unfinished"):
@@ -394,6 +405,9 @@ def test_a_run_is_pruned_and_evaluated_wherever_it_lies_whatever_it_was_trained_
     assert len({round(layer["sparsity"], 3) for layer in layers}) > 2
     run("eval", tmp_path / "out")
     assert f"perplexity {rows['repaired']['perplexity']:.3f}" in capsys.readouterr().out
+    run("report", tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "has no config.json" in refused(capsys, "generate", tmp_path / "out", "--prompt", "a")
 
 
 MINE = """

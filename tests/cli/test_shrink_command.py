@@ -233,6 +233,7 @@ def test_interrupted_it_goes_on_from_what_is_done_and_writes_the_same(made, shru
         (["--size", "0.001"], "leaves no neuron"),
         (["--neurons", "24"], "so that at least one stays"),
         (["--neurons", "many"], "--neurons takes a number"),
+        (["--neurons", "12", "--multiple", "16"], "12 of 24 neurons would stay, fewer than multiple=16"),
         (["--heads", "2"], "so that at least one stays"),
         (["--layers", "3"], "so that at least one stays"),
         (["--layers", "-1"], "at least 1, or a fraction"),
