@@ -149,8 +149,8 @@ def choices(results: Path, studies: Path) -> str:
         ],
         [
             "to work without a GPU",
-            "Prune or shrink on the CPU, then run the model elsewhere or by llama.cpp",
-            "`prunus prune MODEL --text CORPUS --out pruned`",
+            "Prune on the CPU for a smaller file, or [shrink](docs/shrink.md) to an ordinary model that is faster too",
+            "`prunus prune MODEL --text CORPUS --out pruned`, then `prunus export pruned --out small`",
             _without_gpu(records, {model.name: model for model in read_repair(results)}),
         ],
     ]
