@@ -124,7 +124,7 @@ def choices(results: Path, studies: Path) -> str:
             _smaller(of_bits),
         ],
         [
-            "faster chat on one GPU",
+            "faster chat on one GPU (H100 or newer)",
             "A sparse file in 4 bits, run by our [decoder](docs/run-and-ship.md#run-it)",
             '`prunus generate small --compile --prompt "Once"`',
             _faster(records),
@@ -137,21 +137,21 @@ def choices(results: Path, studies: Path) -> str:
         ],
         [
             "a phone, or llama.cpp",
-            "A model that is [shrunk](docs/shrink.md), then llama.cpp's own `llama-quantize`",
+            "llama.cpp's `llama-quantize`, on the dense model; if that is too big, [shrink](docs/shrink.md) it first",
             "`prunus shrink MODEL --text CORPUS --size 0.8 --recover 20M --device cuda --out smaller`",
             _shrunk(shrunk),
         ],
         [
             "to train anyway",
-            "Prune [while you train](docs/training.md): the second snippet, or our trainer",
+            "Prune [while you train](docs/training.md), on [many GPUs](docs/distributed.md) too",
             "`prunus train --data TEXT --sparsity 0.8 --out runs/mine`",
             _trained(records, studies),
         ],
         [
             "to work without a GPU",
-            "Prune on the CPU for a smaller file, or [shrink](docs/shrink.md) to an ordinary model that is faster too",
-            "`prunus prune MODEL --text CORPUS --out pruned`, then `prunus export pruned --out small`",
-            _without_gpu(records, {model.name: model for model in read_repair(results)}),
+            "Dense in 8 bits by another tool; or [shrink](docs/shrink.md) it: an ordinary model, smaller and faster",
+            "`prunus shrink MODEL --text CORPUS --size 0.8 --tune --out smaller`",
+            _without_gpu(records, {model.name: model for model in read_repair(results)}, shrunk),
         ],
     ]
     return markdown_table(["I want", "take", "type", "what was measured"], lines, words=range(4))
@@ -218,13 +218,19 @@ def _trained(records: Sequence[Record], studies: Path) -> str:
     )
 
 
-def _without_gpu(records: Sequence[Record], models: Mapping[str, ModelFigures]) -> str:
-    repair, model = row_of(records, "repair", weights="stories15M"), models["stories15M"]
-    dense, half = (model.number(model.mean(way, level) or 0.0) for way, level in (("dense", ""), ("repair", "50")))
+def _without_gpu(
+    records: Sequence[Record], repaired: Mapping[str, ModelFigures], shrunk: Mapping[str, ModelFigures]
+) -> str:
+    repair = row_of(records, "repair", weights="stories15M")
+    half, solved, tuned = (
+        models["stories15M"].beside(way, level)
+        for models, way, level in ((repaired, "repair", "50"), (shrunk, "solved", "1/6"), (shrunk, "tuned", "1/6"))
+    )
     threads = repair["record"]["environment"]["machine"].split(", ")[-1]
     return (
-        f"stories15M is pruned in {repair['seconds']:.0f} s on {threads}; perplexity {dense} dense, {half} at 50 %. "
-        "On a CPU zeros save time only where nearly all weights are zero: `prunus export pruned --advise` measures it"
+        f"stories15M, a sixth of its blocks' weights less: perplexity {solved}, tuned {tuned}. Pruning works without a "
+        f"GPU, too ({repair['seconds']:.0f} s on {threads} at 50 %: {half}), but on a CPU zeros save time only where "
+        "nearly all weights are zero: `prunus export pruned --advise` measures it"
     )
 
 
