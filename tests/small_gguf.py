@@ -1,10 +1,28 @@
-"""A small GGUF file."""
+"""Small GGUF files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 TOKENS = ["<s>", *"abcdefghijkl", "Ġ", "ab", "cd"]
+
+
+def _add_letters(writer: Any) -> None:
+    """A tokenizer of letters."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_gguf(path: Path, context: int = 16, template: str | None = None) -> None:
@@ -20,12 +38,7 @@ def write_gguf(path: Path, context: int = 16, template: str | None = None) -> No
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    _add_letters(writer)
     if template is not None:
         writer.add_chat_template(template)
     shapes = {"token_embd": (16, 8), "output_norm": (8,), "output": (16, 8), "blk.0.ffn_down": (8, 16)}
@@ -34,10 +47,7 @@ def write_gguf(path: Path, context: int = 16, template: str | None = None) -> No
     generator = np.random.default_rng(0)
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", generator.standard_normal(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
 
 
 def write_quantised_gguf(path: Path) -> None:
@@ -54,12 +64,7 @@ def write_quantised_gguf(path: Path) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_shortconv_l_cache(3)
     writer.add_rope_freq_base(1e4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    _add_letters(writer)
     generator = np.random.default_rng(0)
     for name in ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"):
         writer.add_tensor(f"blk.0.{name}.weight", np.ones(32 if "_q" in name or "_k" in name else 64, np.float32))
@@ -69,7 +74,4 @@ def write_quantised_gguf(path: Path) -> None:
     for name, num in rows.items():
         values = generator.standard_normal((num, 64), np.float32)
         writer.add_tensor(f"{name}.weight", quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
