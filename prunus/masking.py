@@ -79,13 +79,13 @@ class Masking(ABC):
             for state in self.optimizer.state.values():
                 if "n_iter" in state:
                     state["n_iter"] = 0  # begin anew: the curvature of weights that are gone would make it diverge
+        pairs = []
         for name, mask in packed.items():
             parameter = self.store.weights[name]
             self.store.set(name, mask)
-            bits.zero_(local(parameter), mask)
-            if not self.progress.is_regrowing:
-                for value in _states(parameter, self.optimizer).values():
-                    bits.zero_(local(value), mask)
+            state = {} if self.progress.is_regrowing else _states(parameter, self.optimizer)
+            pairs += [(local(tensor), mask) for tensor in (parameter, *state.values())]
+        bits.zero_each_(pairs)
 
     def mask_gradients(self) -> None:
         for name in self.store.bits:

@@ -70,7 +70,11 @@ def test_zeroing_equals_its_reference(size, dtype, pieces, request):
     assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("zero_", [bits.zero_, bits.zero_reference_])
+def zero_in_a_row_(tensor: torch.Tensor, packed: torch.Tensor) -> None:
+    bits.zero_each_([(tensor[:0], packed[:0]), (tensor, packed)])
+
+
+@pytest.mark.parametrize("zero_", [bits.zero_, bits.zero_reference_, zero_in_a_row_])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_and_infinity_become_positive_zero_and_the_kept_stay_to_the_bit(dtype, zero_):
     values = NASTY.to(dtype).repeat(11)

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton import candidates  # noqa: E402
 from prunus.ops._triton import cut as driver  # noqa: E402
-from prunus.ops._triton.zero import zero_  # noqa: E402
+from prunus.ops._triton.zero import zero_, zero_each_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 1024  # small, so that little data makes many tiles
@@ -333,7 +333,7 @@ def test_what_kernels_cannot_read_is_left_to_the_definition():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("numel", matrix([1, 7, 8, 1024, 1025, 3001], [7, 1025]))
+@pytest.mark.parametrize("numel", matrix([1, 7, 8, 2048, 2049, 6001], [7, 2049]))
 def test_zeroing_is_its_definition(dtype, numel):
     tensor = torch.randn(numel).to(DEVICE, dtype)
     tensor[::3] = math.nan
@@ -342,3 +342,16 @@ def test_zeroing_is_its_definition(dtype, numel):
     bits.zero_reference_(wanted, bits.pack(keep))
     zero_(bits.words_of(tensor), bits.pack(keep))
     assert torch.equal(tensor.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("tile", [TILE, 4 * TILE])
+def test_zeroing_many_tensors_at_once_is_zeroing_each(tile, dtype):
+    tensors = [torch.randn(numel).mul(9).to(DEVICE, dtype) for numel in (1, 1023, 1024, 2 * TILE, 2500, 9)]
+    tensors.append(tensors[4].clone()[8:])  # its address is not a multiple of 16 in every type
+    masks = [bits.pack((torch.arange(t.numel()) * 7 % 5 > 1).to(DEVICE)) for t in tensors]
+    wanted = [tensor.clone() for tensor in tensors]
+    for tensor, mask in zip(wanted, masks, strict=True):
+        bits.zero_reference_(tensor, mask)
+    zero_each_([*zip(map(bits.words_of, tensors), masks, strict=True)], tile)
+    assert all(map(torch.equal, tensors, wanted))

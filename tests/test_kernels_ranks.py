@@ -20,9 +20,9 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from test_kernels import DEVICE, TILE, matrix, sources  # noqa: E402
 
+from prunus.ops._triton import address_table, launch  # noqa: E402
 from prunus.ops._triton import candidates as kernels  # noqa: E402
-from prunus.ops._triton import launch, tensor_table  # noqa: E402
-from prunus.ops._triton.tensor_table import readable  # noqa: E402
+from prunus.ops._triton.readable import readable  # noqa: E402
 
 SHAPES = [(1, 8), (13, 8), (3, 4, 2), (40, 24), (8, 4, 2, 2), (61, 53)]
 KINDS = ["normal", "many ties", "all equal", "signed zeros", "half zero", "bfloat16", "wide range"]
@@ -109,7 +109,7 @@ def test_a_bracket_that_holds_needs_one_pass_and_no_descent(monkeypatch, descent
 
 
 def test_more_ties_than_there_is_room_for_are_counted(monkeypatch, descents):
-    monkeypatch.setattr(tensor_table, "num_multiprocessors", lambda device: 1)  # every program brings room of its own
+    monkeypatch.setattr(address_table, "num_multiprocessors", lambda device: 1)  # every program brings room of its own
     given = source_of(on_device(draw("half zero", (301, 97), (64, 211))))
     monkeypatch.setattr(threshold, "bracket", lambda *_: (0.0, 0.0, 200))
     assert kernels.candidates(readable(given), 0.0, 0.0, 200, {}) is None

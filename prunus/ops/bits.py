@@ -5,7 +5,7 @@ the unused bits of the last byte are zero. On the CPU numpy's (un)packing is use
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -121,6 +121,20 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
             chunk.mul_(scratch[: len(chunk)].copy_(torch.from_numpy(ones)))
     else:
         zero_reference_(tensor, bits)
+
+
+def zero_each_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """``zero_`` of every tensor by its bits; tensors of one width on one GPU in one launch."""
+    alike: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
+    for tensor, bits in pairs:
+        if tensor.is_cuda and tensor.is_contiguous() and tensor.numel():
+            alike.setdefault((tensor.device, tensor.element_size()), []).append((words_of(tensor), bits))
+        else:
+            zero_(tensor, bits)
+    for group in alike.values():
+        from ._triton.zero import zero_each_ as kernel
+
+        kernel(group)
 
 
 def check_count(num_kept: int, num_values: int) -> None:

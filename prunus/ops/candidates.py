@@ -34,7 +34,7 @@ def sampled(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) ->
     rate = SAMPLE / total * min(4.0, total / num_live)  # of all elements, live or not
     if sources and all(map(kernels_read, sources)):
         from ._triton.candidates import sampled as kernel
-        from ._triton.tensor_table import readable
+        from ._triton.readable import readable
 
         if low := readable(sources):
             return kernel(low, rate, live)
@@ -105,7 +105,7 @@ def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
     """One read of all sources, or None where more of all ranks' elements lie in [lo, hi] than ``limit``."""
     if all(map(kernels_read, sources)):
         from ._triton.candidates import candidates as kernel
-        from ._triton.tensor_table import readable
+        from ._triton.readable import readable
 
         if low := readable(sources):
             share = sum(s.numel for s in sources) / sum(s.global_numel for s in sources)

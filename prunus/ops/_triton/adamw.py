@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .address_table import PROGRAMS_PER_SM, TILE, TYPES, alignment, load, locate, num_multiprocessors, typed
 from .launch import launch
-from .tensor_table import PROGRAMS_PER_SM, TILE, TYPES, alignment, load, locate, num_multiprocessors, typed
 
 BLOCK = 1024
 UPDATED = 512  # elements a program updates: one block of 128 threads, so that many loads are under way

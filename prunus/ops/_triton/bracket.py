@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from . import cut_state as cs
+from .address_table import COLUMNS, FIRST, LIVE, NUMEL, is_live, locate
 from .scores import read_by, scores_of, sortable
-from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, is_live, locate
 
 CLUSTER = tl.constexpr(8)  # neighbours that are sampled together: a read from memory brings them all
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from .. import bits
 from ..lazy import sortable
+from .address_table import COLUMNS, FIRST, TILE, Table, locate
 from .bracket import CLUSTER, sample_kernel
 from .cut import ALIGN, BLOCK, SAMPLED, Workspace, check_finite, launch_pass, offsets_of, workspace
 from .cut_state import HI, LO, NOT_FINITE, num_copies
 from .launch import launch
+from .readable import Readable
 from .scores import read_by, scores_of
-from .tensor_table import COLUMNS, FIRST, TILE, Readable, Table, locate
 
 INFINITY = 0x7F800000  # its key; that of minus infinity is one less than the negative of it
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from .. import bits
 from ..lazy import Lazy
 from . import cut_state as cs
+from .address_table import TILE, Table, made_table
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
 from .finish import decide_kernel, finish_kernel, split_kernel, spread_kernel
 from .launch import At, launch, launch_as
 from .one_pass import count_bits_kernel, pass_kernel
-from .tensor_table import TILE, Readable, Table, made_table, readable
+from .readable import Readable, readable
 
 __all__ = ["count_bits", "launch_cut", "readable"]
 

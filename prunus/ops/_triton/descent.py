@@ -6,9 +6,9 @@ It serves where the bracket missed, or where so many scores tie that no list wou
 import triton
 import triton.language as tl
 
+from .address_table import OUT, is_live
 from .cut_state import BASE, DIGIT, DIGITS, FOUND, NEED, NOT_FINITE, NUM_ABOVE, SHIFT, SPAN
 from .scores import find_tile, is_strange, packed, scores_of, sortable
-from .tensor_table import OUT, is_live
 
 
 @triton.jit

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from . import cut_state as cs
+from .address_table import COLUMNS, FIRST, OUT, locate
 from .scores import ones_in, read_by, scores_of, set_bits, sortable
-from .tensor_table import COLUMNS, FIRST, OUT, locate
 
 
 @triton.jit

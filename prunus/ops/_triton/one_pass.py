@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from .address_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, locate
 from .cut_state import CROWDED, HI, LO, MARGIN, NOT_FINITE, NUM_ABOVE, STATE, group_of
 from .scores import is_strange, ones_in, read_by, scores_of
-from .tensor_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, locate
 
 
 @triton.jit

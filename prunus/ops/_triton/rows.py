@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .. import bits
 from ..lazy import Lazy
+from .address_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate
 from .cut import check_finite
 from .launch import launch
+from .readable import readable
 from .scores import find_tile, is_strange, packed, read_by, scores_of, sortable
-from .tensor_table import COLUMNS, FIRST, LIVE, OUT, TILE, is_live, locate, readable
 
 LONGEST = 1 << 15  # inputs of a row that a program holds in registers
 WIDEST = 16  # of a group

@@ -9,7 +9,7 @@ import os
 import triton
 import triton.language as tl
 
-from .tensor_table import COLUMNS, EXTRA, FIRST, LIVE, NUMEL, OUT, M, V, W, load, locate, typed
+from .address_table import COLUMNS, EXTRA, FIRST, LIVE, NUMEL, OUT, M, V, W, load, locate, typed
 
 
 @triton.jit
