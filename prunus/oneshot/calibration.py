@@ -111,7 +111,7 @@ class Calibration:
     @contextmanager
     def open(self) -> Iterator[None]:
         """While this is open, methods may change the model; afterwards only its weights differ."""
-        on_disk = self.disk.changing() if self.disk else nullcontext()  # read before it is moved
+        on_disk = self.disk.changing() if self.disk else nullcontext()
         offloaded = self.offload.open() if self.offload else nullcontext()
         with frozen(self.model, self.renewed), on_disk, offloaded, wide_products(self.device, self.model):
             self.is_open = True

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..eligible import Weight
 from .blocks import blocks_of, is_stubbed
+from .disk_offload import opened
 
 Saves = Callable[[Tensor], None]
 
@@ -73,19 +74,20 @@ class Offload:
         """The model runs on the device; what is in no unit stays there, and comes back at the end."""
         outside = [t for t in _tensors(self.model) if t not in self._owners]
         homes = {tensor: tensor.data for tensor in outside}
-        handles = [unit.register_forward_pre_hook(self._load) for unit in self.units]
-        handles += [unit.register_forward_hook(lambda *_: self.unload(), always_call=True) for unit in self.units]
-        try:
-            for tensor, home in homes.items():
-                tensor.data = home.to(self.device)
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.unload()
-            for tensor, home in homes.items():
-                tensor.data = home.copy_(tensor.data)
-            self._fetched = (None, {})
+        with opened(self.model):  # what is on disk is read before it is moved
+            handles = [unit.register_forward_pre_hook(self._load) for unit in self.units]
+            handles += [unit.register_forward_hook(lambda *_: self.unload(), always_call=True) for unit in self.units]
+            try:
+                for tensor, home in homes.items():
+                    tensor.data = home.to(self.device)
+                yield self
+            finally:
+                for handle in handles:
+                    handle.remove()
+                self.unload()
+                for tensor, home in homes.items():
+                    tensor.data = home.copy_(tensor.data)
+                self._fetched = (None, {})
 
     def _load(self, unit: nn.Module, *_: Any) -> None:
         if is_stubbed(unit) or unit is self._staying:

@@ -1,10 +1,14 @@
 """A model whose blocks stay on disk computes as one in memory, and one block at a time is there."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
 
+from prunus.eligible import eligible
 from prunus.oneshot.disk_offload import DiskOffload, disk_offload_of, nothing_like, opened
+from prunus.oneshot.offload import Offload
 
 
 class Chain(nn.Module):
@@ -45,6 +49,25 @@ def test_it_computes_what_the_model_in_memory_does(dtype):
         with opened(model):
             assert torch.equal(model(x), held(x))
     assert offload.num_reads == 8 and disk_offload_of(model) is offload and disk_offload_of(held) is None
+
+
+@pytest.mark.parametrize("is_on_disk_first", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_moved_to_a_device_it_computes_the_same_whichever_was_opened_first(device, is_on_disk_first):
+    held, model, offload = on_disk()
+    moved, x = Offload(model, eligible(model).weights, torch.device(device)), torch.randn(5, 3)
+    expected = held(x)
+    with ExitStack() as stack:
+        if is_on_disk_first:
+            stack.enter_context(opened(model))
+        stack.enter_context(moved.open())
+        stack.enter_context(opened(model))
+        for _ in range(2):
+            assert torch.allclose(model(x.to(device)).cpu(), expected, rtol=1e-5, atol=1e-6)
+        for _ in range(2):  # of samples that pass one block after another
+            y = model.blocks[0](held.first(x).to(device)).cpu()
+            assert torch.allclose(y, held.blocks[0](held.first(x)), rtol=1e-5, atol=1e-6)
+    assert not any(is_here(block) for block in model.blocks) and offload.num_reads == 9
 
 
 def test_blocks_that_are_lists_of_layers_are_read_before_their_first_layer_runs():
