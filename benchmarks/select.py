@@ -137,9 +137,7 @@ def from_half_on(p: ScoredWeights) -> list[Tensor]:
 def with_zeroing(p: ScoredWeights) -> list[Tensor]:
     """The whole event: the masks, then weights and moments zeroed by them."""
     masks = by(Global())(p)
-    for tensors, mask in zip(p.tensors, masks, strict=True):
-        for tensor in tensors:
-            bits.zero_(tensor, mask)
+    bits.zero_each_((tensor, mask) for tensors, mask in zip(p.tensors, masks, strict=True) for tensor in tensors)
     return masks
 
 

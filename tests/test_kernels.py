@@ -353,5 +353,5 @@ def test_zeroing_many_tensors_at_once_is_zeroing_each(tile, dtype):
     wanted = [tensor.clone() for tensor in tensors]
     for tensor, mask in zip(wanted, masks, strict=True):
         bits.zero_reference_(tensor, mask)
-    zero_each_([*zip(map(bits.words_of, tensors), masks, strict=True)], tile)
+    zero_each_([*zip(tensors, masks, strict=True)], tile)
     assert all(map(torch.equal, tensors, wanted))

@@ -128,7 +128,7 @@ def zero_each_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     alike: dict[tuple[torch.device, int], list[tuple[Tensor, Tensor]]] = {}
     for tensor, bits in pairs:
         if tensor.is_cuda and tensor.is_contiguous() and tensor.numel():
-            alike.setdefault((tensor.device, tensor.element_size()), []).append((words_of(tensor), bits))
+            alike.setdefault((tensor.device, tensor.element_size()), []).append((tensor, bits))
         else:
             zero_(tensor, bits)
     for group in alike.values():

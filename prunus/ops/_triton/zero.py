@@ -68,10 +68,10 @@ def zero_(words: Tensor, packed: Tensor) -> None:
 
 
 def zero_each_(pairs: Sequence[tuple[Tensor, Tensor]], tile: int = TILE) -> None:
-    """``zero_`` of pairs of words and masks on one device, of one width, none of them empty."""
-    words, device = pairs[0][0], pairs[0][0].device
-    rows = tuple((w.data_ptr(), 0, 0, mask.data_ptr(), 0, w.numel(), 0) for w, mask in pairs)
-    table = made_table(rows, ((0.0,) * 4,) * len(rows), device, tile)
-    constants = {"KIND": WORDS[words.element_size()], "ALIGN": alignment(row[0] for row in rows)}
+    """``zero_`` of contiguous tensors on one device, of elements of one width, none of them empty."""
+    first = pairs[0][0]
+    rows = tuple((t.data_ptr(), 0, 0, mask.data_ptr(), 0, t.numel(), 0) for t, mask in pairs)
+    table = made_table(rows, ((0.0,),), first.device, tile)
+    constants = {"KIND": WORDS[first.element_size()], "ALIGN": alignment(row[0] for row in rows)}
     shape = {"DEPTH": table.depth, "BLOCK": min(BLOCK, tile), "TILE": tile}
     launch(zero_each_kernel, (table.num_tiles,), (table.rows, len(rows)), constants | shape)
