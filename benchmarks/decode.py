@@ -257,7 +257,8 @@ class ShrunkSpeed(Benchmark):
     device: str = "cuda"  # cpu or cuda
 
     def measure(self) -> Measured:
-        settings = {"weights": "Llama-3.2-1B's shape", "blocks": self.blocks, "prompt": PROMPT}
+        of = f", {self.ways[0]}" if len(self.ways) == 1 else ""
+        settings = {"weights": f"Llama-3.2-1B's shape{of}", "blocks": self.blocks, "prompt": PROMPT}
         settings |= {"new_tokens": self.new_tokens, "repeat": self.repeat}
         dense, ids = random_llama(LLAMA_1B, self.blocks, (max(self.batches), PROMPT), device_of(self.device))
         models, rows = {"dense": dense} | dict(self._shrunk(dense, ids)), []

@@ -122,7 +122,7 @@ class ModelFigures:
 
     def section(self, table: str, *, first: str = "", learning: str = "", seeds: str = "seeds", last: str = "") -> str:
         """The model's name, what its figures were made with, the machine, day and file of each record, and a table."""
-        settings, made = self.settings, self.settings.get("unit")
+        settings, made = self.settings, "images" if self.metric == "accuracy" else self.settings.get("unit")
         unit = made or (f"windows of {settings['length']} tokens" if "length" in settings else "samples")
         numbers = joined({row["seed"] for row in self.rows_of()})
         about = f"{settings['about']}. " if settings["about"] else ""

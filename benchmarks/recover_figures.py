@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 
 from prunus.lab.study.tables import markdown_table
+from prunus.recovery.plan import LONGER
 
 from .benchmark import Row
-from .figures import LEARNING, NOT_MEASURED, Goal, ModelFigures, by_level, figures_of, goals_table
+from .figures import LEARNING, NOT_MEASURED, Goal, ModelFigures, by_level, figures_of, goals_table, joined
 from .recover_study import STARTS, WAYS, WHAT
 from .study import EVALUATIONS
 
@@ -44,6 +45,7 @@ def parts(folder: Path) -> dict[str, str]:
     return {
         "goals": _goals(models),
         "rates": _rates(models),
+        "chosen": _chosen(models),
         "models": "\n".join(map(_model, models)),
         "choices": _choices(models),
         "curves": _curves(models),
@@ -88,6 +90,23 @@ def _rates(models: Sequence[ModelFigures]) -> str:
                 end = [goal.wish, goal.outcome(model, best)] if goal else ["", ""]
                 lines.append([model.title(level), TITLES[way], *cells, *end])
     return markdown_table(headings, lines, words=(0, 1, len(headings) - 1))
+
+
+def _chosen(models: Sequence[ModelFigures]) -> str:
+    """What runs reach that took a multiple of the rate of their best trial, each beside its own dense model."""
+    headings, lines = ["model and level", "way", "steps", "learning rate", "dense", "reached", "beside dense"], []
+    for model in models:
+        for way, level, steps in product(WAYS, ["", *model.levels], sorted({r["steps"] for r in model.rows_of()})):
+            names = [name for name, at in model.rows if name.partition(",")[0] == way and at == level]
+            rows = [row for name in names for row in model.rows[name, level].values() if row["steps"] == steps]
+            rows = [row for row in rows if row.get("lr_reason", "").startswith(f"{LONGER:g} times")]
+            if rows:
+                dense = [row for row in model.rows_of("dense") if row["seed"] in {row["seed"] for row in rows}]
+                same = replace(model, records=[{**model.records[0], "rows": [*dense, *rows]}])
+                name, rates = rows[0]["way"], joined({row["lr"] for row in rows}, "g")
+                cells = [same.cell("dense", "", ends=False), same.cell(name, level), same.beside(name, level)]
+                lines.append([model.title(level) if level else model.name, TITLES[way], f"{steps:,}", rates, *cells])
+    return markdown_table(headings, lines, words=(0, 1))
 
 
 def _model(model: ModelFigures) -> str:

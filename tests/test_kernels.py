@@ -15,7 +15,7 @@ from prunus.threshold import cut, cut_each, num_kept_each
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from prunus.ops._triton import candidates  # noqa: E402
+from prunus.ops._triton import address_table, candidates  # noqa: E402
 from prunus.ops._triton import cut as driver  # noqa: E402
 from prunus.ops._triton.zero import zero_, zero_each_  # noqa: E402
 
@@ -287,6 +287,31 @@ def test_one_launch_cuts_each_of_many_weights(sigmas, least, monkeypatch):
         within = {name: mask for name, mask in live.items() if name == source.name}
         wanted = by_definition([source], drop + source.numel - number, within)
         assert_agrees({source.name: masks[source.name]}, wanted, [source], within)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(2048, 2048)] * 12, [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12, [(9, 7)] + [(4096, 4096)]]
+)
+def test_every_list_of_the_pass_has_room_for_what_its_program_reads(monkeypatch, shapes):
+    """One list that is too short sends every weight to a descent of its own."""
+    monkeypatch.undo()  # samples as they are drawn
+    monkeypatch.setattr(address_table, "num_multiprocessors", lambda device: 132)
+    weights = [torch.empty(shape) for shape in shapes]
+    row = SCORES["magnitude"]
+    low = driver.readable(
+        [Lazy(f"{i}", weight, row.of, {"weight": weight}, formula=row.formula) for i, weight in enumerate(weights)]
+    )
+    num_live, offsets = [weight.numel() for weight in weights], driver.offsets_of(low.sources)
+    table = low.table({}, offsets, address_table.TILE)
+    cut = driver.Cut(low, [n // 2 for n in num_live], num_live, table, torch.empty(0), offsets, address_table.TILE)
+    sizes, programs = driver.sizes_of(cut), table.num_programs
+    tiles = [-(-n // cut.tile) for n in num_live]
+    inside = [driver._num_inside(n, 0.5, max(1.0, sizes.lanes * n / cut.tile)) for n in num_live]
+    by_tile = [num / of for num, of in zip(inside, tiles, strict=True) for _ in range(of)]
+    fullest = max(sum(by_tile[program::programs]) for program in range(programs))
+    assert sizes.capacity >= min(fullest + 6 * fullest**0.5, -(-len(by_tile) // programs) * cut.tile // 8)
+    assert all(room >= num for room, num in zip(sizes.rooms, inside, strict=True))
+    assert sizes.capacity <= 2 * fullest + 256  # and not much more
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,10 +111,14 @@ def sizes_of(cut: Cut) -> Sizes:
     wanted = sum(num_samples(live) * (num * tile) // live for live, _, num in counts) // (1 + cut.is_each)
     lanes = max(CLUSTER.value, min(256, tile, 1 << max(1, wanted // num_tiles).bit_length() - 1))
     expected = [_num_inside(live, drop / live, max(1.0, lanes * live / tile)) for live, drop, _ in counts]
-    all_bytes = -(-num_tiles // programs) * tile // 8
-    capacity = min((int(1.1 * sum(expected) / programs) + 128) // 4 * 4, all_bytes)
-    share = programs * capacity / sum(expected)
-    rooms = [int(share * num) for num in expected] if capacity < all_bytes else cut.num_live
+    turns = -(-num_tiles // programs)
+    fullest = turns * expected[0] / num_tiles  # of the programs' lists
+    if cut.is_each:
+        by_tile = np.zeros(turns * programs)
+        by_tile[:num_tiles] = np.repeat(np.divide(expected, tiles), tiles)
+        fullest = by_tile.reshape(turns, programs).sum(0).max()
+    capacity = min((int(1.1 * fullest) + 128) // 4 * 4, turns * tile // 8)
+    rooms = [int(capacity / fullest * num) for num in expected] if capacity < turns * tile // 8 else cut.num_live
     return Sizes(lanes, capacity, rooms)
 
 
