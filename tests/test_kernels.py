@@ -290,7 +290,7 @@ def test_one_launch_cuts_each_of_many_weights(sigmas, least, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(2048, 2048)] * 12, [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12, [(9, 7)] + [(4096, 4096)]]
+    "shapes", [[(2048, 2048)] * 12, [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12, [(9, 7), (4096, 4096)]]
 )
 def test_every_list_of_the_pass_has_room_for_what_its_program_reads(monkeypatch, shapes):
     """One list that is too short sends every weight to a descent of its own."""
