@@ -21,11 +21,12 @@ from ..ops.lazy import as_rows, from_rows
 from .batch_norms import renew_batch_norms
 from .calibration import Calibration
 from .groups import Group
+from .journal import Journal
 from .layers import matrix_layout
 from .level import Level, num_zeros
 from .options import BlockTuning
 from .resources import fits, release
-from .shared_work import Entries, agreed, of_first
+from .shared_work import agreed, of_first
 from .step import Change, LayerRepair, Layers, Step
 from .streams import BIAS, Streams
 from .tune import Tuned, WholeLoss, block_loss, tunable, tune
@@ -50,7 +51,7 @@ class Loop:
         *,
         masks: Mapping[str, Tensor] | None = None,
         live: Mapping[str, Tensor] | None = None,
-        journal: Entries | None = None,
+        journal: Journal | None = None,
         dense: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.calibration, self.level, self.mask, self.journal, self.dense = calibration, level, mask, journal, dense

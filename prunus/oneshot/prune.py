@@ -32,7 +32,7 @@ from .quantize_step import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores
-from .shared_work import RankGroup, joined, journal_of, same, silent
+from .shared_work import RankGroup, joined, same, silent
 from .step import Choose, keep_all_but
 from .steps import Mask, Solve
 
@@ -342,7 +342,7 @@ def _change(
         settings |= scores.method.settings(scores.weights)
         settings |= {"masks of the probe": digest(dict(masks))} if masks and level.candidates else {}
         weights = scores.fingerprint or calibration.each_weight()
-        journal = journal_of(calibration.ranks, lambda: Journal(state, settings, weights))
+        journal = Journal(state, settings, weights, ranks=calibration.ranks)
 
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"{'repaired' if repair else 'pruned'} {names[-1]}", len(names))

@@ -6,9 +6,9 @@ Every rank holds the same model and makes the same call. The first one reads and
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -169,35 +169,3 @@ def silent(ranks: Ranks | None) -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield True
-
-
-class Entries(Protocol):
-    def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None: ...
-
-    def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None: ...
-
-    def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]: ...
-
-
-class FirstRanksJournal:
-    """A journal that the first rank reads and writes; the others learn what it holds."""
-
-    def __init__(self, ranks: Ranks, make: Callable[[], Entries]) -> None:
-        self.ranks = ranks
-        self._journal = agreed(ranks, lambda: make() if ranks.rank == 0 else None)
-
-    def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
-        agreed(self.ranks, lambda: self._journal and self._journal.save(file, names, content))
-
-    def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
-        return of_first(self.ranks, lambda: self._journal.load(file, names) if self._journal else None)
-
-    def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]:
-        """What the first rank has saved, for itself: the others do not read changed weights again."""
-        if self._journal is None:
-            raise ValueError("only the first rank can read stored results; quantise without a repair in one process")
-        return self._journal.stored(file, names)
-
-
-def journal_of(ranks: Ranks | None, make: Callable[[], Entries]) -> Entries:
-    return make() if ranks is None else FirstRanksJournal(ranks, make)

@@ -31,7 +31,7 @@ from .plain_units import plain_plan
 from .progress import Progress, progress_line
 from .resources import Cost, Peak
 from .samples import check_batches
-from .shared_work import RankGroup, agreed, all_of, joined, journal_of, silent
+from .shared_work import RankGroup, agreed, all_of, joined, silent
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
 from .shrink_step import Shrink
 from .step import Change, Layers
@@ -217,8 +217,7 @@ class Shrinking:
             self._undo.callback(setattr, disk, "stored", dict(disk.stored))
         if self.state is not None:
             own = {"left": dict(left), "samples": calibration.samples.digest()}
-            settings, folder = self._settings | own, self.state
-            journal = journal_of(self.ranks, lambda: Journal(folder, settings, calibration.each_weight(), "shrink"))
+            journal = Journal(self.state, self._settings | own, calibration.each_weight(), "shrink", self.ranks)
         num_steps = len(weights)
         num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
         loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, self._removals))
