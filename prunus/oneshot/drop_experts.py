@@ -66,9 +66,8 @@ class _Importance:
 
     def __init__(self, calibration: Calibration, plan: FewerExperts) -> None:
         self.calibration, self.plan = calibration.shared(), plan
-        self.sums, self.num_tokens = (
-            {name: torch.zeros(plan.num_experts, dtype=torch.float64) for name in plan.layers} for _ in range(2)
-        )
+        # what the experts of a layer add, and their tokens
+        self.totals = {name: torch.zeros(2, plan.num_experts, dtype=torch.float64) for name in plan.layers}
         self._added: dict[str, Added] = {}  # in this pass
         self._mask: Tensor | None = None
 
@@ -84,9 +83,7 @@ class _Importance:
             stack.enter_context(self.calibration.reading("importance of experts"))
             agreed(self.calibration.ranks, partial(self.calibration.visit, size, self._pass, self._add))
         if (ranks := self.calibration.ranks) is not None:
-            self.sums, self.num_tokens = (
-                {name: ranks.sum(total) for name, total in own.items()} for own in (self.sums, self.num_tokens)
-            )
+            self.totals = {name: ranks.sum(total) for name, total in self.totals.items()}
 
     def _pass(self, chunk: Chunk) -> list[tuple[str, int, Tensor]]:
         batch = self.calibration.batch(chunk)
@@ -97,8 +94,8 @@ class _Importance:
 
     def _add(self, found: tuple[str, int, Tensor]) -> None:
         name, expert, amounts = found
-        self.sums[name][expert] += amounts.sum(dtype=torch.float64).cpu()
-        self.num_tokens[name][expert] += len(amounts)
+        self.totals[name][0, expert] += amounts.sum(dtype=torch.float64).cpu()
+        self.totals[name][1, expert] += len(amounts)
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,8 +134,8 @@ class _Importance:
 
     def layer(self, name: str) -> ExpertLayer:
         """What was found for one layer, and which of its experts go."""
-        plan, num_tokens = self.plan, self.num_tokens[name]
-        importance = self.sums[name] / num_tokens.clamp(min=1)
+        plan, (added, num_tokens) = self.plan, self.totals[name]
+        importance = added / num_tokens.clamp(min=1)
         if not num_tokens.any():
             raise ValueError(f"no sample reached the experts of {name}; give samples that do")
         if not importance.isfinite().all():

@@ -185,17 +185,13 @@ def _names(same: nn.Module, keys: Mapping[str, Mapping[str, str]]) -> dict[str, 
     return names
 
 
-def _kind(module: nn.Module | None) -> tuple[str, str]:
-    """Its class by name: parametrizations make a class for each module."""
-    return type(module).__module__, type(module).__qualname__
-
-
 def _difference(same: nn.Module, less: nn.Module, names: Mapping[str, str]) -> str:
     """In what the modules that stay are not those that the class builds; empty where they are."""
     built = dict(less.named_modules(remove_duplicate=False))
     for old, new in names.items():
         module, other = same.get_submodule(old), built.pop(new, None)
-        if _kind(module) != _kind(other):
+        # by name, since parametrizations make a class for each module
+        if len({(type(one).__module__, type(one).__qualname__) for one in (module, other)}) > 1:
             return f"{old} is {type(module).__name__}, but its new configuration builds {type(other).__name__} there"
         for kind in ("_parameters", "_buffers"):
             shapes = [{k: v if v is None else v.shape for k, v in getattr(m, kind).items()} for m in (module, other)]

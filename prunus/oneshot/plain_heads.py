@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .call_order import Calls, Candidate, Count
-from .units import Slices, UnitLayer
+from .unit_layouts import places_of
+from .units import Slices
 
 HEADS = ("num_heads", "n_heads", "n_head", "nheads", "heads", "num_attention_heads", "n_local_heads")
 GROUPS = ("num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_heads", "n_local_kv_heads")
@@ -54,17 +55,11 @@ class _Attention:
         return self.num // self.num_groups
 
     def candidates(self, producers: Sequence[nn.Module], consumer: nn.Module) -> Iterator[Candidate]:
-        calls, name, width = self.calls, self.calls.layers[consumer].name, self.num_queries * self.dim
-        columns = torch.arange(calls.num_inputs(consumer)).view(self.num_groups, width)
+        columns = torch.arange(self.calls.num_inputs(consumer)).view(self.num_groups, -1)
         ways = product(self._by_head(), self._numbers(), product(*map(self._layouts, producers)))
         for number, (by_head, numbers, layouts) in enumerate(ways):
-            slices = dict(by_head)
-            counts = [*numbers, *calls.input_counts(consumer, width)]
-            for producer, rows in zip(producers, layouts, strict=True):
-                slices |= calls.output_slices(producer, rows)
-                counts += calls.output_counts(producer, rows.shape[1])
-            slices[name] = Slices(calls.input_dim(consumer), columns)
-            yield Candidate(UnitLayer("heads", name, name, slices), counts, f"{type(self.module).__name__} {number}")
+            rows, layout = dict(zip(producers, layouts, strict=True)), f"{type(self.module).__name__} {number}"
+            yield self.calls.candidate("heads", consumer, columns, rows, by_head, numbers, layout)
 
     def _by_head(self) -> Iterator[dict[str, Slices]]:
         """Tensors beside those of layers that have a place for each head: none, or all that can (position biases)."""
@@ -95,10 +90,8 @@ class _Attention:
 
     def _layouts(self, producer: nn.Module) -> Iterator[Tensor]:
         """Rows of each group, (group, row), where a layer computes some of query, key and value."""
-        q, rows = self.num_queries, torch.arange(self.calls.num_outputs(producer))
+        q, size = self.num_queries, self.calls.num_outputs(producer)
         for parts in dict.fromkeys([(q,), (1,), (q, 1, 1), (1, 1)]):  # heads of a group in each
-            if len(rows) == sum(parts) * self.num_groups * self.dim:
-                sizes = [part * self.num_groups * self.dim for part in parts]
-                yield torch.cat([part.view(self.num_groups, -1) for part in rows.split(sizes)], 1)
-                if len(parts) > 1:
-                    yield rows.view(self.num_groups, -1)
+            if size == sum(parts) * self.num_groups * self.dim:
+                for sizes in dict.fromkeys([tuple(part * self.dim for part in parts), (sum(parts) * self.dim,)]):
+                    yield places_of(self.num_groups, sizes)

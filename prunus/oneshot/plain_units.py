@@ -7,14 +7,14 @@ of a residual stream, which other layers read too, stay.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .calibration import Calibration
 from .call_order import Calls, Candidate
 from .plain_heads import HEADS, head_candidates
 from .unit_check import UnitCheck, drawn
-from .units import Kind, Number, Plan, Slices, UnitLayer
+from .unit_layouts import places_of
+from .units import Kind, Number, Plan, Slices
 
 # attributes that count the channels of a norm, an activation or a depthwise convolution
 WIDTHS = ("num_features", "num_parameters", "in_channels", "out_channels", "groups")
@@ -101,34 +101,16 @@ def _neurons(calls: Calls) -> Iterator[Candidate]:
                 between.append(module)
                 continue
             producers.append(module)
-            rows = torch.arange(calls.num_outputs(module))
-            if len(rows) == num:
-                yield _candidate(calls, producers, rows[:, None], between, consumer)
-            elif len(rows) == 2 * num and len(producers) == 1:
-                yield _candidate(calls, producers, rows.view(2, num).T, between, consumer, "halves")
-                yield _candidate(calls, producers, rows.view(num, 2), between, consumer, "pairs")
-            if len(rows) != num or len(producers) == 2:
+            size = calls.num_outputs(module)
+            layouts = {"": (1,)} if size == num else {}
+            if size == 2 * num and len(producers) == 1:
+                layouts = {"halves": (1, 1), "pairs": (2,)}
+            one_each = places_of(num, (1,))
+            inside = [item for m in between for item in calls.tensors.get(m, {}).items()]
+            slices = {name: Slices(0, one_each) for name, tensor in inside if tensor.shape[:1] == (num,)}
+            counts = [(m, key, 1) for m in between for key in WIDTHS if getattr(m, key, None) == num]
+            for layout, parts in layouts.items():
+                rows = dict.fromkeys(producers, places_of(num, parts))
+                yield calls.candidate("neurons", consumer, one_each, rows, slices, counts, layout)
+            if size != num or len(producers) == 2:
                 break
-
-
-def _candidate(
-    calls: Calls,
-    producers: Sequence[nn.Module],
-    rows: Tensor,
-    between: Sequence[nn.Module],
-    consumer: nn.Module,
-    layout: str = "",
-) -> Candidate:
-    """Units that are ``rows`` (unit, row) of each producer, and columns of the consumer."""
-    num, name = calls.num_inputs(consumer), calls.layers[consumer].name
-    one_each, slices = torch.arange(num)[:, None], {}
-    counts = calls.input_counts(consumer, 1)
-    for module in producers:
-        slices |= calls.output_slices(module, rows)
-        counts += calls.output_counts(module, rows.shape[1])
-    for module in between:
-        tensors = calls.tensors.get(module, {})
-        slices |= {name: Slices(0, one_each) for name, tensor in tensors.items() if tensor.shape[:1] == (num,)}
-        counts += [(module, key, 1) for key in WIDTHS if getattr(module, key, None) == num]
-    slices[name] = Slices(calls.input_dim(consumer), one_each)
-    return Candidate(UnitLayer("neurons", name, name, slices), counts, layout)
