@@ -91,7 +91,12 @@ def _advance(
             stream.advance(k, lambda stack: value(chunks[stack.stack]), visit)
         if checks:
             with stream.starting_at(len(stream.blocks), stacks[0]):
-                return _is_same(_output(model, lambda: value(first)), whole)
+                found = _output(model, lambda: value(first))
+            if found is None or whole is None or found.shape != whole.shape:
+                return False
+            if not torch.equal(found.isnan(), whole.isnan()):
+                return False
+            return is_near(found.nan_to_num_(), whole.nan_to_num_(), SAME.get(whole.dtype, 1e-2))
     except FAILURES as error:  # passes over the whole model fail again if they cannot be run
         if is_out_of_memory(error):
             raise
@@ -105,11 +110,3 @@ def _output(model: nn.Module, run: Callable[[], object]) -> Tensor | None:
     with model.register_forward_hook(lambda module, args, output: seen.append(first_tensor(output))):
         run()
     return (seen[-1][:1] if seen[-1].ndim else seen[-1]).clone() if seen else None
-
-
-def _is_same(output: Tensor | None, whole: Tensor | None) -> bool:
-    if output is None or whole is None or output.shape != whole.shape:
-        return False
-    if not torch.equal(output.isnan(), whole.isnan()):
-        return False
-    return is_near(output.nan_to_num_(), whole.nan_to_num_(), SAME.get(whole.dtype, 1e-2))

@@ -135,11 +135,12 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
             values[blocks.place] = len(kept)
             setattr(inner, key, values)
             continue
-        public = {other: value for other, value in vars(inner).items() if not other.startswith("_")}
+        public = {k: v for k, v in vars(inner).items() if isinstance(v, list | tuple) and not k.startswith("_")}
         for other, value in public.items():
-            if isinstance(value, list | tuple) and len(value) == blocks.num:
+            places = [i for i in range(blocks.num) if PLACES.search(other) and i in value]
+            if len(value) == blocks.num:
                 setattr(inner, other, type(value)(value[i] for i in kept))
-            elif PLACES.search(other) and _are_indices(value, blocks.num):
+            elif len(places) == len(value):  # numbers of layers, each once
                 setattr(inner, other, type(value)(kept.index(i) for i in value if i in kept))
         setattr(inner, key, len(kept))
         stages = getattr(inner, "stage_names", None) or ()  # of backbones: what is before the blocks, and each of them
@@ -147,12 +148,6 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
             inner.stage_names = stages[: len(kept) + 1]
             if inner.out_features == stages[-1:]:
                 inner.out_features = inner.stage_names[-1:]
-
-
-def _are_indices(value: Any, num: int) -> bool:
-    if not isinstance(value, list | tuple) or not value or not all(type(i) is int for i in value):
-        return False
-    return len({*value}) == len(value) and 0 <= min(value) <= max(value) < num
 
 
 def _built_without(same: nn.Module, lists: Sequence[tuple[BlockList, Collection[int]]]) -> Any:

@@ -245,10 +245,15 @@ def has_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor | FileRows) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
+def named_parts(batch: Tree) -> dict[str, Any]:
+    """Inputs by name, and the labels, of a dict or a pair; None without labels."""
+    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
+    return {"labels": labels, **(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs})}
+
+
 def mask_of(tree: Tree) -> Tensor | None:
     """The attention mask (sample, token) of a batch, if it has one."""
-    inputs = tree[0] if isinstance(tree, tuple) else tree
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    mask = named_parts(tree).get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 

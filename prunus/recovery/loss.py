@@ -5,7 +5,7 @@ logits of a whole batch exist, and weights that are sharded over ranks are whole
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..oneshot.distance import Distance, distance_of, output_of
 from ..oneshot.forward import is_encoder_decoder, outputs, replaced
 from ..oneshot.head import Head, head_divergence, head_qualities
-from ..oneshot.samples import IGNORED, Tree, mask_of, moved, rows
+from ..oneshot.samples import IGNORED, Tree, mask_of, moved, named_parts, rows
 from .teacher import Teacher
 
 MANY = 1024  # classes: with fewer, whole logits are no larger than the hidden states
@@ -192,12 +192,6 @@ def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str
             return found, module, ""
     changed = "changes what its head returns" if fitting else "has no plain linear head"
     return found, None, f"{name} {changed}"
-
-
-def named_parts(batch: Tree) -> dict[str, Any]:
-    """Inputs by name, and the labels, of a dict or a pair; None without labels."""
-    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
-    return {"labels": labels, **(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs})}
 
 
 def token_mask(model: nn.Module, batch: Tree) -> Tensor | None:
