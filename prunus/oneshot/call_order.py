@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -53,16 +54,12 @@ class Calls:
         """Those of a pass over the first sample."""
         model, order = calibration.model, []
         leaves = {module: path for path, module in model.named_modules() if next(module.children(), None) is None}
-        handles = [module.register_forward_pre_hook(lambda m, _: order.append(m)) for module in leaves]
-        device = calibration.device
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), calibration.open(), eagerly():
-                calibration.check_model()
-                order.clear()
-                outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
-        finally:
-            for handle in handles:
-                handle.remove()
+        devices = [calibration.device] if calibration.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), calibration.open(), eagerly(), ExitStack() as stack:
+            calibration.check_model()
+            for module in leaves:
+                stack.enter_context(module.register_forward_pre_hook(lambda m, _: order.append(m)))
+            outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
         prunable = {weight.parameter for weight in calibration.weights.values()}
         num_calls, own = Counter(order), {module: _own_tensors(module) for module in model.modules()}
         num_holders = Counter(tensor for tensors in own.values() for tensor in tensors.values())

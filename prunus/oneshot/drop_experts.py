@@ -78,8 +78,7 @@ class _Importance:
             for name in self.plan.layers:
                 module = self.calibration.model.get_submodule(name)
                 stack.enter_context(one_by_one(module))
-                hook = module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
             stack.enter_context(self.calibration.reading("importance of experts"))
             agreed(self.calibration.ranks, partial(self.calibration.visit, size, self._pass, self._add))
         if (ranks := self.calibration.ranks) is not None:

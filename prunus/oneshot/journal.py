@@ -170,10 +170,7 @@ def _file_of(trial: int) -> str:
 
 def fingerprint(weights: Iterable[Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
-    sums = {}
-    for weight in weights:
-        sums[weight.name] = [*weight.parameter.shape, sum_of_bits(weight.parameter)]
-    return sums
+    return {weight.name: [*weight.parameter.shape, sum_of_bits(weight.parameter)] for weight in weights}
 
 
 def _read(path: Path, of: list[str]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ size is the first dimension of its first tensor; every tensor of that length has
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Number
 from typing import Any
 
@@ -320,18 +320,13 @@ def plain_batch(batch: Any) -> Tree:
 
 def _merged(stacks: list[Stack]) -> list[Stack]:
     """Neighbours whose tensors differ only in the number of rows become one stack."""
-    runs: list[list[Stack]] = []
-    for stack in stacks:
-        if runs and _form(runs[-1][0]) == _form(stack) is not None:
-            runs[-1].append(stack)
-        else:
-            runs.append([stack])
-    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
-
-
-def _joined(stacks: Sequence[Stack]) -> Stack:
-    tree = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(stack.tree for stack in stacks))
-    return Stack(tree, sum(stack.size for stack in stacks))
+    merged = []
+    for _, run in groupby(stacks, lambda stack: _form(stack) or id(stack)):
+        first, *others = run
+        trees = [stack.tree for stack in others]
+        tree = pytree.tree_map(lambda *leaves: torch.cat(leaves), first.tree, *trees) if others else first.tree
+        merged.append(Stack(tree, first.size + sum(stack.size for stack in others)))
+    return merged
 
 
 def _form(stack: Stack) -> tuple[Any, ...] | None:

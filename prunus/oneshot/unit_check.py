@@ -94,7 +94,7 @@ class UnitCheck:
             for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
-                stack.callback(module.register_forward_hook(_appending(seen)).remove)
+                stack.enter_context(module.register_forward_hook(_appending(seen)))
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(calibration.open())
             stack.enter_context(eagerly())

@@ -6,6 +6,7 @@ logits of a whole batch exist, and weights that are sharded over ranks are whole
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,12 +180,10 @@ def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str
     linear = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
     linear = [each for each in linear if not each._forward_hooks]  # which may change what it returns
     calls: list[tuple[nn.Linear, Tensor]] = []
-    handles = [each.register_forward_hook(lambda module, _, output: calls.append((module, output))) for each in linear]
-    try:
+    with ExitStack() as stack:
+        for each in linear:
+            stack.enter_context(each.register_forward_hook(lambda module, _, output: calls.append((module, output))))
         found = outputs(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     logits, name = output_of(found), type(model).__name__
     fitting = [(module, output) for module, output in calls if output.shape == logits.shape]
     for module, output in fitting[-1:]:
