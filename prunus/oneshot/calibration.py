@@ -18,6 +18,7 @@ from ..eligible import Weight, eligible, unwrapped_model
 from ..ops.wide_products import wide_products
 from ..ranks import Ranks, is_dtensor
 from .blocks import Stream, blocks_of, is_chain, is_near
+from .built_twice import tensors_of
 from .by_block import BY_BLOCK, by_block
 from .disk_offload import disk_offload_of
 from .forward import first_tensor, frozen, outputs
@@ -68,8 +69,7 @@ class Calibration:
         self.model = model = unwrapped_model(model)
         self.eligible = eligible(model, include, exclude, only, takes_frozen=takes_frozen)
         self.weights = {weight.name: weight for weight in self.eligible.weights}
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        if empty := [name for name, tensor in tensors_of(model).items() if tensor.is_meta]:
             raise ValueError(f"{empty[0]} is on the meta device and has no values; load all weights into memory first")
         if sharded := [name for name, weight in self.weights.items() if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")

@@ -6,6 +6,7 @@ them hold the units, and a check on one sample decides where in a fused weight e
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -83,16 +84,12 @@ def _allowed(model: nn.Module, fields: Mapping[str, UnitField], path: str) -> Se
     counted = fields[path]
     if counted.kind == "neurons":
         return range(1, counted.num + 1)
-    return [*(left for left in range(1, counted.num) if _takes(model, counted.values(left))), counted.num]
-
-
-def _takes(model: Any, values: Mapping[str, Any]) -> bool:
-    """Whether the configuration can have these values."""
-    try:
-        new_config(model, lambda config: set_fields_(config, values))
-    except Exception:  # what a class may raise is not known
-        return False
-    return True
+    allowed = []
+    for left in range(1, counted.num):
+        with suppress(Exception):  # what a class may raise is not known
+            new_config(model, partial(set_fields_, values=counted.values(left)))
+            allowed.append(left)
+    return [*allowed, counted.num]
 
 
 def _numbers(model: nn.Module, fields: Mapping[str, UnitField], left: Mapping[str, int]) -> list[Number]:

@@ -84,11 +84,14 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
     same = as_built(model, "no layer can be removed")
     found, reasons = {}, []
     for counts in _counts(same.config, {len(module) for module in _lists(model).values()}):
+        num = counts.num
         try:
-            names = _shorter(same, counts)
+            less = _lists(_built_without(same, [(counts, [num - 1])]))
         except ValueError as error:
             reasons.append(str(error))
             continue
+        shorter = {name for name, blocks in less.items() if len(blocks) == num - 1}
+        names = [name for name, blocks in _lists(same).items() if len(blocks) == num and name in shorter]
         if len(names) > 1:
             reasons.append(f"a layer is in {len(names)} lists, {names[0]} to {names[-1]}, and no module of its own")
         elif names:
@@ -152,12 +155,6 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
 
 def _built_without(same: nn.Module, lists: Sequence[tuple[BlockList, Collection[int]]]) -> Any:
     return built_with(same, partial(_shorten_, lists), "the changed configuration")
-
-
-def _shorter(same: nn.Module, counts: BlockList) -> list[str]:
-    """Names of the lists that are one shorter where the field is one less."""
-    num, less = counts.num, _lists(_built_without(same, [(counts, [counts.num - 1])]))
-    return [name for name, own in _lists(same).items() if len(own) == num and len(less.get(name, ())) == num - 1]
 
 
 def _new_keys(blocks: nn.Module, gone: Collection[int]) -> dict[str, str]:

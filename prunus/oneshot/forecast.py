@@ -61,11 +61,9 @@ def _stream_bytes(calibration: Calibration) -> int:
 
 
 def _solve_bytes(calibration: Calibration) -> int:
-    most = 0
-    for weight in calibration.weights.values():
-        rows, columns = sorted(weight.parameter.shape[-2:])  # the larger one may be the inputs'
-        most = max(most, 4 * (SQUARES * columns * columns + VALUES * rows * columns))
-    return most
+    shapes = (sorted(weight.parameter.shape[-2:]) for weight in calibration.weights.values())
+    # the larger one may be the inputs'
+    return max(4 * (SQUARES * columns * columns + VALUES * rows * columns) for rows, columns in shapes)
 
 
 class FirstBlockDone(BaseException):

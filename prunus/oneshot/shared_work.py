@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..ops.bits import sum_of_bits
 from ..ranks import Ranks
+from .built_twice import tensors_of
 from .disk_offload import disk_offload_of
 from .identity import identity
 from .samples import Samples, Stack, rows
@@ -86,7 +87,7 @@ def check_same_inputs(ranks: Ranks, model: nn.Module, samples: Callable[[], Samp
 def _sums_of(model: nn.Module) -> str:
     """What tells a model from one with other names, shapes or values."""
     sha, disk = hashlib.sha256(), disk_offload_of(model)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in tensors_of(model).items():
         with nullcontext() if disk is None else disk.holding([name]):
             values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
             total = None if tensor.is_meta else sum_of_bits(values)

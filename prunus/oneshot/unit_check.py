@@ -90,15 +90,12 @@ class UnitCheck:
         devices = [calibration.device] if calibration.device.type == "cuda" else []
         # a consumer that writes units of another layer loses outputs itself; who reads those is traced
         written = {name for layer in layers for name in layer.slices if name != layer.consumer}
-        with ExitStack() as stack:
+        rng = torch.random.fork_rng(devices)
+        with rng, calibration.open(), eagerly(), torch.no_grad(), ExitStack() as stack:
             for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
                 stack.enter_context(module.register_forward_hook(_appending(seen)))
-            stack.enter_context(torch.random.fork_rng(devices))
-            stack.enter_context(calibration.open())
-            stack.enter_context(eagerly())
-            stack.enter_context(torch.no_grad())
             traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
         return traces
 

@@ -110,7 +110,7 @@ class Prober:
                 before, after = self.engine.records(names, [{}, self._reduced(names)])
                 for name in names:
                     where = self._where(name)
-                    self._keep_ratios(name, before[name][where], after[name][where])
+                    self.found.ratios[name] = ratios(before[name][where], after[name][where], self.probe.zero_gradient)
             self._decide(names)
             finished(names, self.found)
         return self.found
@@ -133,10 +133,7 @@ class Prober:
         with self.engine.reduced(where, self.probe.reduction), calibration.reading("gradients with candidates reduced"):
             (after,) = self.engine.records(names, [{}])
         for name in names:
-            self._keep_ratios(name, before[name], after[name][self._where(name)])
-
-    def _keep_ratios(self, name: str, before: Tensor, after: Tensor) -> None:
-        self.found.ratios[name] = ratios(before, after, self.probe.zero_gradient)
+            self.found.ratios[name] = ratios(before[name], after[name][self._where(name)], self.probe.zero_gradient)
 
     def _decide(self, names: Sequence[str]) -> None:
         q = [self.found.ratios[name].q for name in names]
