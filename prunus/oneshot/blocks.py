@@ -5,7 +5,6 @@ Stored activations let a pass start at any block. Blocks before it do not run: s
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,27 +56,15 @@ def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:
     return next((i for i, block in enumerate(blocks) if any(module is part for part in block.modules())), None)
 
 
-@dataclass
-class Calls:
-    """Calls of blocks: their numbers, in order, and how many have ended."""
-
-    order: list[int] = field(default_factory=list)
-    num_ended: int = 0
-
-
 @contextmanager
-def seen_calls(blocks: Sequence[nn.Module]) -> Iterator[Calls]:
-    """The calls of some blocks while this is open."""
-    calls = Calls()
-
-    def end(*_: object) -> None:
-        calls.num_ended += 1
-
+def seen_calls(blocks: Sequence[nn.Module]) -> Iterator[tuple[list[int], list[int]]]:
+    """Numbers of the blocks that are called while this is open, in order, and of those that have ended."""
+    called, ended = list[int](), list[int]()
     with ExitStack() as stack:
         for number, block in enumerate(blocks):
-            stack.enter_context(block.register_forward_pre_hook(lambda *_, i=number: calls.order.append(i)))
-            stack.enter_context(block.register_forward_hook(end))
-        yield calls
+            stack.enter_context(block.register_forward_pre_hook(lambda *_, i=number: called.append(i)))
+            stack.enter_context(block.register_forward_hook(lambda *_, i=number: ended.append(i)))
+        yield called, ended
 
 
 STUB = "returns_stored_output"  # attribute of a forward that computes nothing

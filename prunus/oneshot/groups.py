@@ -85,22 +85,22 @@ def _observe(
     here: dict[str, _Calls] = {}
 
     def begin(name: str, reader: Reader, inputs: Inputs) -> None:
-        ended = seen.num_ended
-        alive[:] = [(number, x) for number, x in alive if number == ended] + [(ended, x) for x in inputs]
-        layer = here.setdefault(name, _Calls([], ended, chunk=chunk))
+        num = len(ended)
+        alive[:] = [(number, x) for number, x in alive if number == num] + [(num, x) for x in inputs]
+        layer = here.setdefault(name, _Calls([], num, chunk=chunk))
         # inputs without elements all have address 0
         same = [(x.data_ptr() or name, x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
-        layer.calls.append((*same, ended, reader.geometry))
-        layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))
+        layer.calls.append((*same, num, reader.geometry))
+        layer.stop, layer.num_inputs = num, max(layer.num_inputs, len(inputs))
         if reader.reads_tokens:
             x = inputs[0]
             layer.is_routed |= x.ndim == 2 and len(x) not in num_rows
             layer.sample_dim |= x.ndim > 2 and x.shape[:2] == sizes[::-1] != sizes  # tokens come first
 
-    with ExitStack() as stack, seen_calls(blocks) as seen:
+    with ExitStack() as stack, seen_calls(blocks) as (called, ended):
         for name, reading in readers.items():
             for reader in reading if name not in layers else ():
                 stack.enter_context(reader.seen_by(partial(begin, name)))
         outputs(calibration.model, batch)
     layers |= here
-    return seen.order
+    return called

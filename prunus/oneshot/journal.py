@@ -132,14 +132,8 @@ class SearchJournal:
         """Save what the probe of trial ``number`` has decided for these weights."""
         content = {}
         for name in names:
-            ratios = found.ratios[name]
-            content[name] = {
-                "pruned": found.pruned[name].cpu(),
-                "q": ratios.q.cpu(),
-                "num_zero": ratios.num_zero,
-                "num_not_finite": ratios.num_not_finite,
-                "tau": found.taus[name],
-            }
+            ratios = vars(found.ratios[name]) | {"q": found.ratios[name].q.cpu()}
+            content[name] = {"pruned": found.pruned[name].cpu(), "tau": found.taus[name], **ratios}
         file = f"group_{number:04}_{len([*self.folder.glob('group_*.pt')]):05}"
         self.journal.save(file, [file], content)
 

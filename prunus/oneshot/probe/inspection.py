@@ -108,8 +108,8 @@ def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tre
     weights = [weight_of(holding[0]) for holding in modules.values()]
     with (
         torch.enable_grad(),
-        seen_calls(calibration.blocks) as blocks,
-        Taps(modules, 0, strict=False, on_call=lambda name: starts.setdefault(name, blocks.num_ended)).open() as taps,
+        seen_calls(calibration.blocks) as (called, ended),
+        Taps(modules, 0, strict=False, on_call=lambda name: starts.setdefault(name, len(ended))).open() as taps,
         requiring_grad(weights),  # taps detach them, so that a gradient is of another use
         counted_saves(calibration.model, calibration.offload) as saved,
     ):
@@ -127,7 +127,7 @@ def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tre
     for call, d in zip(taps.calls, outputs, strict=True):
         both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
         sketches.setdefault(call.name, []).append(both)
-    return Seen(total.detach().reshape(()), blocks.order, starts, sketches, elsewhere, sum(saved))
+    return Seen(total.detach().reshape(()), called, starts, sketches, elsewhere, sum(saved))
 
 
 def _sketches(x: Tensor) -> list[Tensor]:
