@@ -5,6 +5,7 @@ Stored activations let a pass start at any block. Blocks before it do not run: s
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Reached(Exception):
 Visit = Callable[[Callable[[Chunk], None]], None]  # calls a function for all samples, some at a time
 
 
+@dataclass(eq=False)
 class Stream:
     """Activations between the blocks for every sample: position k holds the output of block k - 1.
 
@@ -97,18 +99,13 @@ class Stream:
     the model itself computes masks, position embeddings, head and loss.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        samples: Samples,
-        offload: torch.device | None = None,
-        spill: Spill | None = None,
-    ) -> None:
-        self.blocks = blocks
-        self.samples = samples
-        self.offload = offload  # the device of the passes, where activations are to be stored in main memory
-        self.spill = spill  # where activations go for which there is no memory, as ``advance`` stores them
-        self.wanted: Collection[int] = range(len(blocks) + 1)
+    blocks: Sequence[nn.Module]
+    samples: Samples
+    offload: torch.device | None = None  # of the passes, where activations are to be stored in main memory
+    spill: Spill | None = None  # where activations go for which there is no memory, as ``advance`` stores them
+
+    def __post_init__(self) -> None:
+        self.wanted: Collection[int] = range(len(self.blocks) + 1)
         self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per stack of samples
 
     def want(self, positions: Collection[int]) -> None:

@@ -41,7 +41,7 @@ def by_block(
     chunks: Sequence[Chunk],
     value: Callable[[Chunk], T],
     *,
-    is_chain: bool | None = None,
+    checks: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[T]:
     """``value(chunk)`` for each chunk, in order, with the same bits as ``map(value, chunks)``.
@@ -49,16 +49,16 @@ def by_block(
     ``value`` runs the model on a chunk. It is called once for each block, where it ends with an exception when the
     block has run, and once more behind the last block, where it returns. Hooks inside a block see each chunk once;
     what is outside the blocks runs every time. Where the model does more with its blocks than pass a state from one to
-    the next, it is run chunk after chunk: a pass over the first chunk tells, unless ``is_chain`` does. ``progress`` is
+    the next, it is run chunk after chunk: a pass over the first chunk tells, if it ``checks``. ``progress`` is
     called with the number of steps that are done, and of all.
     """
     stacks, num = Samples([Stack(None, chunk.size) for chunk in chunks]), len(chunks)
-    if num == 1 or is_chain is False:
+    if num == 1:
         blocks = []
     with closing(Spill(*LIMITS.get(model, (sys.maxsize, None)))) as spill:
         stream = Stream(blocks, stacks, spill=spill)
         total = num * (len(blocks) + 1)
-        if not _advance(stream, model, chunks, value, is_chain is None, lambda done: progress(done, total)):
+        if not _advance(stream, model, chunks, value, checks, lambda done: progress(done, total)):
             stream, total = Stream([], stacks), num
         for number, chunk in enumerate(chunks):
             progress(total - num + number, total)

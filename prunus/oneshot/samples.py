@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+from ..ops.divergence import IGNORED
 from .spill import FileRows, Spill, copy_rows_, empty_rows, memory_order
 
 Tree = Any  # tensors in tuples, lists and dicts
-IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 @dataclass(frozen=True)
