@@ -190,11 +190,9 @@ def prune_to(
                     masks = same(calibration.ranks, scores.keep(select, sparsity, level.live))
             if probe is None or method.repair is not None:
                 allocation = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
-                _change(scores, level, sparsity, masks, allocation, within, state)
+                _change(scores, level, sparsity, masks, allocation, state)
                 if probe is not None:
-                    level.repair_again = lambda: _change(
-                        scores, level, sparsity, level.packed, (None, {}), within, None
-                    )
+                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, (None, {}), None)
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -329,7 +327,6 @@ def _change(
     sparsity: float,
     masks: Packed | None,
     allocation: Allocation,
-    within: Packed | None,
     state: Folder | None,
 ) -> None:
     """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
@@ -355,7 +352,7 @@ def _change(
         skipped = without_grid(scores.weights)
         mask = Nearest(grid, skipped, mask)
         solve = Quantize(grid, solve, skipped, calibration.clock, calibration.ranks)
-    loop = Loop(calibration, level, mask, masks=masks, live=within and level.live, journal=journal)
+    loop = Loop(calibration, level, mask, masks=masks, journal=journal)
     with nullcontext() if calibration.is_open else calibration.open(), eagerly():
         if grid:
             check_finite(calibration)
