@@ -101,12 +101,9 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
         raise ValueError(f"no layer of {type(model).__name__} can be removed: {why}")
     # of lists in one another, blocks of stages go before stages, and blocks before what is in them
     of_stages = [blocks for blocks in found.values() if blocks.place is not None]
-    lists = [one for one in found.values() if not any(_is_inside(stage, one) for stage in of_stages)]
-    return FewerLayers(model, [one for one in lists if not any(_is_inside(one, other) for other in lists)], same)
-
-
-def _is_inside(one: BlockList, other: BlockList) -> bool:
-    return one.name.startswith(f"{other.name}.")
+    lists = [one for one in found.values() if not any(stage.name.startswith(f"{one.name}.") for stage in of_stages)]
+    prefixes = tuple(f"{one.name}." for one in lists)
+    return FewerLayers(model, [one for one in lists if not one.name.startswith(prefixes)], same)
 
 
 def _lists(model: nn.Module) -> dict[str, Any]:
