@@ -36,9 +36,6 @@ from .shared_work import RankGroup, joined, same, silent
 from .step import Choose, keep_all_but
 from .steps import Mask, Solve
 
-# what the solver chooses by before any weight changes, and how many of each layer go where only these numbers matter
-Allocation = tuple[Choose | None, Mapping[str, int]]
-
 
 def prune(
     model: nn.Module | str | os.PathLike[str],
@@ -189,10 +186,9 @@ def prune_to(
                 with calibration.clock.part("scores"):
                     masks = same(calibration.ranks, scores.keep(select, sparsity, level.live))
             if probe is None or method.repair is not None:
-                allocation = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
-                _change(scores, level, sparsity, masks, allocation, state)
+                _change(scores, level, select, sparsity, masks, state)
                 if probe is not None:
-                    level.repair_again = lambda: _change(scores, level, sparsity, level.packed, (None, {}), None)
+                    level.repair_again = lambda: _change(scores, level, select, sparsity, level.packed, None)
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -307,8 +303,10 @@ class Counted(Selector):
         return [Quota((shape.name,), shape.numel, self.num_drop[shape.name]) for shape in shapes]
 
 
-def _allocation(scores: Scores, select: Selector, sparsity: float, live: Packed) -> Allocation:
-    """How many of each layer go, or of each row where rows or neighbours are compared by themselves."""
+def _allocation(
+    scores: Scores, select: Selector, sparsity: float, live: Packed
+) -> tuple[Choose | None, Mapping[str, int]]:
+    """What the solver chooses by, and how many of each layer go where only these numbers matter."""
     if select.group == "all":
         masks = scores.keep(select, sparsity, live)
         num_drop = {name: scores.num_pruned(name, masks) for name in scores.weights}
@@ -324,13 +322,14 @@ def _allocation(scores: Scores, select: Selector, sparsity: float, live: Packed)
 def _change(
     scores: Scores,
     level: Level,
+    select: Selector,
     sparsity: float,
     masks: Packed | None,
-    allocation: Allocation,
     state: Folder | None,
 ) -> None:
     """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
     calibration, repair = scores.calibration, scores.method.repair
+    choose, num_drop = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None
     if (repair is not None or calibration.disk) and state is not None:
@@ -344,9 +343,9 @@ def _change(
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"{'repaired' if repair else 'pruned'} {names[-1]}", len(names))
 
-    mask, solve, grid = Mask(allocation[0]), None, scores.method.grid
+    mask, solve, grid = Mask(choose), None, scores.method.grid
     if repair is not None:
-        solve = Solve(repair, *allocation, calibration.clock, calibration.ranks)
+        solve = Solve(repair, choose, num_drop, calibration.clock, calibration.ranks)
     is_at_once = grid and repair and not repair.tuning  # what is tuned leaves its grid
     if is_at_once:
         skipped = without_grid(scores.weights)

@@ -223,7 +223,6 @@ class _Search:
         return level
 
     def _take_back(self) -> None:
-        self._to_dense()  # what was repaired may be wanted again
         if self.scores.calibration.offload is not None:
             self.scores.calibration.offload.unload()
         self.kept.pop().level.undo_()
