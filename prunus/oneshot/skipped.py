@@ -113,10 +113,12 @@ class LayerCheck:
             return str(error)
         with self.calibration.open(), torch.no_grad(), replaced(dict(self.skips[where] for where in gone)):
             expected = output_of(outputs(model, sample))
+        args, named = arguments(model, sample)
+        as_users_call = {key: value for key, value in named.items() if key != "use_cache"}  # with a cache by default
         cuts.apply_()
         try:
             with self.calibration.open(), torch.no_grad():
-                same, as_called = output_of(outputs(model, sample)), output_of(_called(model, sample))
+                same, as_called = output_of(outputs(model, sample)), output_of(model(*args, **as_users_call))
                 if self.generates and not can_generate(model, sample):
                     return "generate fails without it, since its class counts layers in another way"
         except FAILURES as error:
@@ -128,12 +130,6 @@ class LayerCheck:
         if _is_near(same, expected, SAME) and _is_near(as_called, expected, ROUNDING):
             return ""
         return f"the layers after it would compute something else{self.plan.periods}"
-
-
-def _called(model: Any, sample: Tree) -> Any:
-    """What it returns as users call it: with a cache, if that is its default."""
-    args, named = arguments(model, sample)
-    return model(*args, **{key: value for key, value in named.items() if key != "use_cache"})
 
 
 def can_generate(model: Any, sample: Tree) -> bool:
