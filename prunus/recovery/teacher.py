@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..eligible import eligible
 from ..oneshot.forward import modes_kept, outputs, replaced
 from ..oneshot.head import Head
 from ..oneshot.offload import Offload
-from ..oneshot.resources import is_out_of_memory, release
+from ..oneshot.resources import fits
 from ..oneshot.samples import Tree
 from ..ranks import is_dtensor
 
@@ -48,16 +49,12 @@ class Teacher:
                         tensor.data = home
 
     def _place(self) -> None:
-        try:
+        def move(device: torch.device) -> None:
             for tensor in self._tensors:
-                tensor.data = tensor.data.to(self.device)
+                tensor.data = tensor.data.to(device)
+
+        if fits(partial(move, self.device), self.device, partial(move, torch.device("cpu"))):
             return
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-        for tensor in self._tensors:  # outside of the handler, whose frames hold what was allocated
-            tensor.data = tensor.data.cpu()
-        release(self.device)
         num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         raise ValueError(
             f"the teacher needs {num_bytes / 2**30:.1f} GiB, more than {self.device} has left; --offload-teacher "
