@@ -24,7 +24,7 @@ from .disk_offload import disk_offload_of
 from .forward import first_tensor, frozen, outputs
 from .offload import Offload
 from .progress import Meter, Progress
-from .resources import FAILURES, Clock, Cost, Peak, fits, is_out_of_memory
+from .resources import FAILURES, Clock, Cost, Peak, fits, reason_of
 from .samples import Chunk, Pick, Samples, Stack, Tree, check_batches, in_words, is_empty, moved, rows, samples_of
 from .shared_work import all_of, check_same_inputs, share_of
 from .spill import Spill
@@ -166,9 +166,7 @@ class Calibration:
             output = outputs(self.model, batch)
             self._is_checked = True
         except FAILURES as error:
-            if is_out_of_memory(error):
-                raise
-            reason = " ".join(str(error).split())[:200]
+            reason = reason_of(error)
             raise ValueError(
                 f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
                 f"{_advice(self.model, batch, self._batches)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .built_twice import tensors_of
-from .resources import is_out_of_memory
+from .resources import reason_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # hooks from here are part of a model: spectral norms and the like, and the hidden states that transformers returns
@@ -42,9 +42,7 @@ def copied(model: nn.Module, old: Mapping[Tensor, Tensor], device: torch.device 
         for hooks, own in kept:
             hooks.update(copy.deepcopy(own, memo))
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _refusal(model, " ".join(str(error).split())[:200]) from error
+        raise _refusal(model, reason_of(error)) from error
     now = tensors_of(dense)
     if lost := [name for name, tensor in copies.items() if now.get(name) is not tensor]:
         raise _refusal(model, f"its __deepcopy__ does not copy {lost[0]}")

@@ -14,7 +14,7 @@ from .calibration import ROUNDING, Calibration
 from .distance import output_of
 from .fewer_layers import FewerLayers
 from .forward import arguments, outputs, replaced
-from .resources import FAILURES, is_out_of_memory
+from .resources import FAILURES, is_out_of_memory, reason_of
 from .samples import Tree, num_tokens, shortened
 
 PROMPT = 8  # tokens of a sample that the model continues
@@ -122,9 +122,7 @@ class LayerCheck:
                 if self.generates and not can_generate(model, sample):
                     return "generate fails without it, since its class counts layers in another way"
         except FAILURES as error:
-            if is_out_of_memory(error):
-                raise
-            return f"the model fails without it: {' '.join(str(error).split())[:200]}"
+            return f"the model fails without it: {reason_of(error)}"
         finally:
             cuts.undo_()
         if _is_near(same, expected, SAME) and _is_near(as_called, expected, ROUNDING):

@@ -21,7 +21,7 @@ from .calibration import Calibration
 from .cuts import Cuts, to_the_end
 from .disk_offload import disk_offload_of
 from .forward import outputs
-from .resources import is_out_of_memory
+from .resources import reason_of
 from .samples import Chunk, Tree, num_tokens, shortened
 from .units import Number, UnitLayer, role, tensor_of
 
@@ -72,9 +72,7 @@ class UnitCheck:
                 return f"{name} has not the shape that the class builds"
             traces = self._traces(gone)
         except Exception as error:  # what a forward raises for shapes that do not fit is not known
-            if is_out_of_memory(error):
-                raise
-            return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+            return f"the smaller model fails: {reason_of(error, 120)}"
         finally:
             cuts.undo_()
         with _unread(self.model, gone):
