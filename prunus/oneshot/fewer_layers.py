@@ -140,7 +140,7 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
             places = [i for i in range(blocks.num) if PLACES.search(other) and i in value]
             if len(value) == blocks.num:
                 setattr(inner, other, type(value)(value[i] for i in kept))
-            elif len(places) == len(value):  # numbers of layers, each once
+            elif value and len(places) == len(value):  # numbers of layers, each once
                 setattr(inner, other, type(value)(kept.index(i) for i in value if i in kept))
         setattr(inner, key, len(kept))
         stages = getattr(inner, "stage_names", None) or ()  # of backbones: what is before the blocks, and each of them
