@@ -25,8 +25,7 @@ from torch.nn.utils import parametrize
 from prunus import Pruner, Ramp, prune, shrink
 from prunus.eligible import eligible
 from prunus.lab.data.datasets import read_stdlib
-from prunus.oneshot.drop_experts import without_experts
-from prunus.oneshot.fewer_experts import fewer_experts
+from prunus.oneshot.drop_experts import fewer_experts, without_experts
 from prunus.trained.quality import token_quality
 
 from .benchmark import Benchmark, Measured, Record, RecordTable, Row, newest_records, table_of

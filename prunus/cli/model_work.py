@@ -6,9 +6,8 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, fields
 from datetime import timedelta
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -166,20 +165,15 @@ def patterns_of(command: ModelCommand) -> dict[str, Any]:
     return {name: getattr(command, name, ()) for name in ("include", "exclude", "only")}
 
 
-@dataclass(frozen=True)
 class Measure:
     """Returns sparsity and metric of the model as it is now; the clock sums up the time that takes.
 
     Only the first of several ranks measures.
     """
 
-    command: ModelCommand
-    trained: TrainedModel
-    team: Team = field(default_factory=Team)
-
-    @cached_property
-    def clock(self) -> Clock:
-        return Clock(torch.device(self.command.device))
+    def __init__(self, command: ModelCommand, trained: TrainedModel, team: Team = Team()) -> None:
+        self.command, self.trained, self.team = command, trained, team
+        self.clock = Clock(torch.device(command.device))
 
     def __call__(self) -> dict[str, float]:
         if not self.team.is_first:

@@ -71,7 +71,7 @@ def _pruned(command: Command, team: Team) -> Outcome | None:
     repair = Repair(command.targets, command.damping, tune=command.tune) if command.repairs else None
     trained, recover = loaded(command, from_checkpoint)
     if disk := disk_offload_of(trained.model):
-        needs = needs_of(_calibration_of(command, trained), disk, repairs=command.repairs)
+        needs, _ = needs_of(_calibration_of(command, trained), disk, repairs=command.repairs)
         print(f"{command.model} is read block by block: it {needs}.")
     settings = _settings_of(command, trained) | {"loss": trained.loss, "checkpointing": command.checkpointing}
     if command.memory_bytes is not None:
@@ -182,8 +182,8 @@ def _dry_run(command: Command) -> None:
     sizes = list(map(disk.num_bytes, disk.blocks))
     windows = f"; {len(calibration.samples)} calibration samples" if calibration.has_batches else ""
     print(f"{command.model}: {len(sizes)} blocks of at most {in_units(max(sizes))}{windows}")
-    needs = needs_of(calibration, disk, repairs=command.repairs)
-    print(f"It {needs}: {', '.join(f'{part} {in_units(size)}' for part, size in needs.parts.items() if size)}")
+    needs, parts = needs_of(calibration, disk, repairs=command.repairs)
+    print(f"It {needs}: {', '.join(f'{part} {in_units(size)}' for part, size in parts.items() if size)}")
     if command.repairs:
         _try_first_block(command, trained, len(sizes))
     print("Nothing was written.")

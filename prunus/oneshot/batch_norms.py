@@ -141,7 +141,7 @@ class _Passes:
             x = next(iter(args or kwargs.values())).detach().transpose(0, 1).flatten(1)
             var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), 1, correction=0)
             calls.append((norm, Channels(x.shape[1], mean, var)))
-            start = self._position + blocks.num_ended
+            start = self._position + len(ended)
             self.starts[norm] = min(self.starts.get(norm, start), start)
             self.num_calls[norm] = max(self.num_calls.get(norm, 1), sum(other is norm for other, _ in calls))
             if act is not None:
@@ -149,7 +149,7 @@ class _Passes:
             if len(calls) == num_calls:
                 raise Reached
 
-        with ExitStack() as stack, seen_calls(self.blocks[self._position :]) as blocks:
+        with ExitStack() as stack, seen_calls(self.blocks[self._position :]) as (_, ended):
             for norm in norms:
                 stack.enter_context(norm.register_forward_pre_hook(store, with_kwargs=True))
             with suppress(Reached), self._stream.starting_at(self._position, chunk):

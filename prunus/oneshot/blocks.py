@@ -5,7 +5,7 @@ Stored activations let a pass start at any block. Blocks before it do not run: s
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,27 +57,15 @@ def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:
     return next((i for i, block in enumerate(blocks) if any(module is part for part in block.modules())), None)
 
 
-@dataclass
-class Calls:
-    """Calls of blocks: their numbers, in order, and how many have ended."""
-
-    order: list[int] = field(default_factory=list)
-    num_ended: int = 0
-
-
 @contextmanager
-def seen_calls(blocks: Sequence[nn.Module]) -> Iterator[Calls]:
-    """The calls of some blocks while this is open."""
-    calls = Calls()
-
-    def end(*_: object) -> None:
-        calls.num_ended += 1
-
+def seen_calls(blocks: Sequence[nn.Module]) -> Iterator[tuple[list[int], list[int]]]:
+    """Numbers of the blocks that are called while this is open, in order, and of those that have ended."""
+    called, ended = list[int](), list[int]()
     with ExitStack() as stack:
         for number, block in enumerate(blocks):
-            stack.enter_context(block.register_forward_pre_hook(lambda *_, i=number: calls.order.append(i)))
-            stack.enter_context(block.register_forward_hook(end))
-        yield calls
+            stack.enter_context(block.register_forward_pre_hook(lambda *_, i=number: called.append(i)))
+            stack.enter_context(block.register_forward_hook(lambda *_, i=number: ended.append(i)))
+        yield called, ended
 
 
 STUB = "returns_stored_output"  # attribute of a forward that computes nothing
@@ -103,6 +91,7 @@ class Reached(Exception):
 Visit = Callable[[Callable[[Chunk], None]], None]  # calls a function for all samples, some at a time
 
 
+@dataclass(eq=False)
 class Stream:
     """Activations between the blocks for every sample: position k holds the output of block k - 1.
 
@@ -110,18 +99,13 @@ class Stream:
     the model itself computes masks, position embeddings, head and loss.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        samples: Samples,
-        offload: torch.device | None = None,
-        spill: Spill | None = None,
-    ) -> None:
-        self.blocks = blocks
-        self.samples = samples
-        self.offload = offload  # the device of the passes, where activations are to be stored in main memory
-        self.spill = spill  # where activations go for which there is no memory, as ``advance`` stores them
-        self.wanted: Collection[int] = range(len(blocks) + 1)
+    blocks: Sequence[nn.Module]
+    samples: Samples
+    offload: torch.device | None = None  # of the passes, where activations are to be stored in main memory
+    spill: Spill | None = None  # where activations go for which there is no memory, as ``advance`` stores them
+
+    def __post_init__(self) -> None:
+        self.wanted: Collection[int] = range(len(self.blocks) + 1)
         self._outputs: dict[int, list[Tree]] = {}  # by position, one tree per stack of samples
 
     def want(self, positions: Collection[int]) -> None:

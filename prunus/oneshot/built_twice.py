@@ -65,11 +65,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def unlike(model: nn.Module, other: nn.Module) -> str | None:
     """The first tensor that only one of two models has, or that has another shape in them."""
-    own, others = tensors_of(model), tensors_of(other)
-    for name in {**own, **others}:
-        if name not in own or name not in others or own[name].shape != others[name].shape:
-            return name
-    return None
+    own, others = ({name: tensor.shape for name, tensor in tensors_of(one).items()} for one in (model, other))
+    return next((name for name in own | others if own.get(name) != others.get(name)), None)
 
 
 def as_built(model: nn.Module, consequence: str) -> Any:

@@ -41,7 +41,7 @@ def by_block(
     chunks: Sequence[Chunk],
     value: Callable[[Chunk], T],
     *,
-    is_chain: bool | None = None,
+    checks: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[T]:
     """``value(chunk)`` for each chunk, in order, with the same bits as ``map(value, chunks)``.
@@ -49,16 +49,16 @@ def by_block(
     ``value`` runs the model on a chunk. It is called once for each block, where it ends with an exception when the
     block has run, and once more behind the last block, where it returns. Hooks inside a block see each chunk once;
     what is outside the blocks runs every time. Where the model does more with its blocks than pass a state from one to
-    the next, it is run chunk after chunk: a pass over the first chunk tells, unless ``is_chain`` does. ``progress`` is
+    the next, it is run chunk after chunk: a pass over the first chunk tells, if it ``checks``. ``progress`` is
     called with the number of steps that are done, and of all.
     """
     stacks, num = Samples([Stack(None, chunk.size) for chunk in chunks]), len(chunks)
-    if num == 1 or is_chain is False:
+    if num == 1:
         blocks = []
     with closing(Spill(*LIMITS.get(model, (sys.maxsize, None)))) as spill:
         stream = Stream(blocks, stacks, spill=spill)
         total = num * (len(blocks) + 1)
-        if not _advance(stream, model, chunks, value, is_chain is None, lambda done: progress(done, total)):
+        if not _advance(stream, model, chunks, value, checks, lambda done: progress(done, total)):
             stream, total = Stream([], stacks), num
         for number, chunk in enumerate(chunks):
             progress(total - num + number, total)
@@ -91,7 +91,12 @@ def _advance(
             stream.advance(k, lambda stack: value(chunks[stack.stack]), visit)
         if checks:
             with stream.starting_at(len(stream.blocks), stacks[0]):
-                return _is_same(_output(model, lambda: value(first)), whole)
+                found = _output(model, lambda: value(first))
+            if found is None or whole is None or found.shape != whole.shape:
+                return False
+            if not torch.equal(found.isnan(), whole.isnan()):
+                return False
+            return is_near(found.nan_to_num_(), whole.nan_to_num_(), SAME.get(whole.dtype, 1e-2))
     except FAILURES as error:  # passes over the whole model fail again if they cannot be run
         if is_out_of_memory(error):
             raise
@@ -105,11 +110,3 @@ def _output(model: nn.Module, run: Callable[[], object]) -> Tensor | None:
     with model.register_forward_hook(lambda module, args, output: seen.append(first_tensor(output))):
         run()
     return (seen[-1][:1] if seen[-1].ndim else seen[-1]).clone() if seen else None
-
-
-def _is_same(output: Tensor | None, whole: Tensor | None) -> bool:
-    if output is None or whole is None or output.shape != whole.shape:
-        return False
-    if not torch.equal(output.isnan(), whole.isnan()):
-        return False
-    return is_near(output.nan_to_num_(), whole.nan_to_num_(), SAME.get(whole.dtype, 1e-2))

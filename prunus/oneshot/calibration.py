@@ -18,12 +18,13 @@ from ..eligible import Weight, eligible, unwrapped_model
 from ..ops.wide_products import wide_products
 from ..ranks import Ranks, is_dtensor
 from .blocks import Stream, blocks_of, is_chain, is_near
+from .built_twice import tensors_of
 from .by_block import BY_BLOCK, by_block
 from .disk_offload import disk_offload_of
 from .forward import first_tensor, frozen, outputs
 from .offload import Offload
 from .progress import Meter, Progress
-from .resources import FAILURES, Clock, Cost, Peak, fits, is_out_of_memory
+from .resources import FAILURES, Clock, Cost, Peak, fits, reason_of
 from .samples import Chunk, Pick, Samples, Stack, Tree, check_batches, in_words, is_empty, moved, rows, samples_of
 from .shared_work import all_of, check_same_inputs, share_of
 from .spill import Spill
@@ -68,8 +69,7 @@ class Calibration:
         self.model = model = unwrapped_model(model)
         self.eligible = eligible(model, include, exclude, only, takes_frozen=takes_frozen)
         self.weights = {weight.name: weight for weight in self.eligible.weights}
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        if empty := [name for name, tensor in tensors_of(model).items() if tensor.is_meta]:
             raise ValueError(f"{empty[0]} is on the meta device and has no values; load all weights into memory first")
         if sharded := [name for name, weight in self.weights.items() if is_dtensor(weight.parameter)]:
             raise ValueError(f"{sharded[0]} is sharded over ranks; prune the whole model in one process, then shard it")
@@ -166,9 +166,7 @@ class Calibration:
             output = outputs(self.model, batch)
             self._is_checked = True
         except FAILURES as error:
-            if is_out_of_memory(error):
-                raise
-            reason = " ".join(str(error).split())[:200]
+            reason = reason_of(error)
             raise ValueError(
                 f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
                 f"{_advice(self.model, batch, self._batches)}"
@@ -201,7 +199,7 @@ class Calibration:
             return first_tensor(outputs(self.model, self.batch(chunk)))
 
         try:
-            both, *each = by_block(self.model, blocks, chunks, value, is_chain=True)
+            both, *each = by_block(self.model, blocks, chunks, value, checks=False)
         except (*FAILURES, MemoryError):
             return False
         return len(both) == 2 and all(

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from ..input_statistics import eagerly
 from .calibration import Calibration
 from .forward import outputs
 from .layers import Reader
-from .units import Slices, UnitLayer
+from .units import Kind, Slices, UnitLayer
 
 INPUTS = ("in_features", "in_channels", "nx")
 OUTPUTS = ("out_features", "out_channels", "nf")
@@ -53,16 +54,12 @@ class Calls:
         """Those of a pass over the first sample."""
         model, order = calibration.model, []
         leaves = {module: path for path, module in model.named_modules() if next(module.children(), None) is None}
-        handles = [module.register_forward_pre_hook(lambda m, _: order.append(m)) for module in leaves]
-        device = calibration.device
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), calibration.open(), eagerly():
-                calibration.check_model()
-                order.clear()
-                outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
-        finally:
-            for handle in handles:
-                handle.remove()
+        devices = [calibration.device] if calibration.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), calibration.open(), eagerly(), ExitStack() as stack:
+            calibration.check_model()
+            for module in leaves:
+                stack.enter_context(module.register_forward_pre_hook(lambda m, _: order.append(m)))
+            outputs(model, calibration.batch(next(calibration.samples.chunks(1))))
         prunable = {weight.parameter for weight in calibration.weights.values()}
         num_calls, own = Counter(order), {module: _own_tensors(module) for module in model.modules()}
         num_holders = Counter(tensor for tensors in own.values() for tensor in tensors.values())
@@ -88,16 +85,28 @@ class Calls:
     def input_dim(self, module: nn.Module) -> int:
         return 0 if self.layers[module].outputs == (1,) else 1
 
-    def output_slices(self, module: nn.Module, rows: Tensor) -> dict[str, Slices]:
-        """The places (unit, row) of a layer's outputs in its weight and bias."""
-        tensors, dim = self.tensors[module], 1 - self.input_dim(module)
-        return {name: Slices(dim if tensor.ndim > 1 else 0, rows) for name, tensor in tensors.items()}
+    def candidate(
+        self,
+        kind: Kind,
+        consumer: nn.Module,
+        columns: Tensor,
+        rows: Mapping[nn.Module, Tensor],
+        slices: Mapping[str, Slices],
+        counts: Iterable[Count],
+        layout: str = "",
+    ) -> Candidate:
+        """Units of the outputs (unit, row) of some layers that ``columns`` (unit, column) of another one read.
 
-    def input_counts(self, module: nn.Module, per_unit: int) -> list[Count]:
-        return [(module, key, per_unit) for key in INPUTS if hasattr(module, key)]
-
-    def output_counts(self, module: nn.Module, per_unit: int) -> list[Count]:
-        return [(module, key, per_unit) for key in OUTPUTS if hasattr(module, key)]
+        ``slices`` and ``counts`` are those beside the layers.
+        """
+        name, places = self.layers[consumer].name, dict(slices)
+        numbers = [*counts, *((consumer, key, columns.shape[1]) for key in INPUTS if hasattr(consumer, key))]
+        for module, own in rows.items():
+            dim = 1 - self.input_dim(module)
+            places |= {key: Slices(dim if tensor.ndim > 1 else 0, own) for key, tensor in self.tensors[module].items()}
+            numbers += [(module, key, own.shape[1]) for key in OUTPUTS if hasattr(module, key)]
+        places[name] = Slices(self.input_dim(consumer), columns)
+        return Candidate(UnitLayer(kind, name, name, places), numbers, layout)
 
     def can_lie_between(self, module: nn.Module, num: int) -> bool:
         """Whether it may act on each of ``num`` channels by itself: norms, activations, depthwise convolutions."""

@@ -5,9 +5,10 @@ them hold the units, and a check on one sample decides where in a fused weight e
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from torch import nn
@@ -19,8 +20,7 @@ from .calibration import Calibration
 from .layers import Reader
 from .unit_check import UnitCheck, drawn
 from .unit_fields import UnitField, fewer, unit_fields
-from .unit_layouts import candidates
-from .units import Kind, Number, Plan, UnitLayer
+from .units import Kind, Number, Plan, Slices, UnitLayer, places_of, role
 
 MOST_LAYOUTS = 32  # that are tried
 INSTEAD: dict[Kind, str] = {
@@ -84,16 +84,12 @@ def _allowed(model: nn.Module, fields: Mapping[str, UnitField], path: str) -> Se
     counted = fields[path]
     if counted.kind == "neurons":
         return range(1, counted.num + 1)
-    return [*(left for left in range(1, counted.num) if _takes(model, counted.values(left))), counted.num]
-
-
-def _takes(model: Any, values: Mapping[str, Any]) -> bool:
-    """Whether the configuration can have these values."""
-    try:
-        new_config(model, lambda config: set_fields_(config, values))
-    except Exception:  # what a class may raise is not known
-        return False
-    return True
+    allowed = []
+    for left in range(1, counted.num):
+        with suppress(Exception):  # what a class may raise is not known
+            new_config(model, partial(set_fields_, values=counted.values(left)))
+            allowed.append(left)
+    return [*allowed, counted.num]
 
 
 def _numbers(model: nn.Module, fields: Mapping[str, UnitField], left: Mapping[str, int]) -> list[Number]:
@@ -114,13 +110,44 @@ def _layers_of(check: UnitCheck, same: nn.Module, field: UnitField) -> list[Unit
     owners = _owners(model, dims, field)
     numbers = changed_numbers(model, same, less)
     faults: list[str] = []
-    for layers in islice(candidates(model, dims, owners, field), MOST_LAYOUTS):
+    for layers in islice(_candidates(model, dims, owners, field), MOST_LAYOUTS):
         fault = check.fault(drawn(dict.fromkeys(layers, field.num - left)), numbers, less)
         if not fault:
             return layers
         faults.append(fault)
     tried = "" if len(faults) == 1 else f" ({len(faults)} layouts of the weights were tried)"
     raise ValueError(f"{field.kind} of {type(model).__name__} cannot be cut one by field: {faults[0]}{tried}")
+
+
+def _layouts(size: int, head_size: int = 1, group_size: int = 1) -> list[tuple[int, ...]]:
+    """Parts that a dimension with ``size`` places a unit may consist of, the most frequent ones first.
+
+    One part: the places of a unit are neighbours. Equal parts: [gate | up], [q | k | v], or query heads of which every
+    n-th reads the same keys. Unequal ones: [q | k | v] with ``group_size`` query heads for each key and value head.
+    """
+    num_heads, rest = divmod(size, head_size)
+    if rest or num_heads == 1:
+        return [(size,)]
+    grouped = (group_size * head_size, head_size, head_size)
+    equal = [(size // num,) * num for num in (3, 2, num_heads) if num_heads % num == 0]
+    unequal = [grouped] if sum(grouped) == size else []
+    return list(dict.fromkeys([*unequal, (size,), *equal]))
+
+
+def _candidates(
+    model: nn.Module, dims: Mapping[str, int], owners: Mapping[str, str], field: UnitField
+) -> Iterator[list[UnitLayer]]:
+    """Layers of units, in every layout that the weights of the same role may have."""
+    tensors, choices = tensors_of(model), {}
+    for name, dim in dims.items():
+        size = tensors[name].shape[dim] // field.num
+        choices[role(name)] = _layouts(size, field.head_size, field.group_size)
+    for parts in product(*choices.values()):
+        by_role = {name: places_of(field.num, part) for name, part in zip(choices, parts, strict=True)}
+        slices: dict[str, dict[str, Slices]] = {}
+        for name, consumer in owners.items():
+            slices.setdefault(consumer, {})[name] = Slices(dims[name], by_role[role(name)])
+        yield [UnitLayer(field.kind, field.path, consumer, held) for consumer, held in slices.items()]
 
 
 def _dims(model: nn.Module, same: nn.Module, less: nn.Module, field: UnitField, left: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Tensors without some of their slices and lists without some blocks, until the whole ones come back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class _Cut:
         order = tuple(sorted(range(whole.ndim), key=lambda dim: -whole.stride(dim)))
         laid, dim = whole.permute(order), order.index(self.dim)
         small, removed = (laid.index_select(dim, places.to(whole.device)) for places in (self.keep, self.drop))
-        self.order, self.small.data = order, small.permute(_inverse(order))
+        self.order, self.small.data = order, _permuted_back(small, order)
         self.removed = removed.cpu()  # before this nothing has changed, and after it undo_ has all that it needs
         self.home[self.key], self.whole.data = self.small, whole.new_empty(0)
 
@@ -72,13 +72,13 @@ class _Cut:
         whole = small.new_empty(shape)
         for places, values in ((self.keep, small), (self.drop, self.removed)):
             whole.index_copy_(dim, places.to(small.device), values.to(small.device))
-        self.whole.data = whole.permute(_inverse(self.order))
+        self.whole.data = _permuted_back(whole, self.order)
         self.home[self.key], self.removed = self.whole, None
         self.small.data = small.new_zeros(()).expand(self.small.shape)  # its shape, without its memory
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
+def _permuted_back(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    return tensor.movedim(tuple(range(tensor.ndim)), order)
 
 
 def to_the_end(undo: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """A copy of a model with the old values of some of its tensors; it shares no memory and no hook with the model."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .resources import is_out_of_memory
+from .built_twice import tensors_of
+from .resources import reason_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # hooks from here are part of a model: spectral norms and the like, and the hidden states that transformers returns
@@ -29,7 +30,7 @@ def copied(model: nn.Module, old: Mapping[Tensor, Tensor], device: torch.device 
     _check_functions(model)
     copies: dict[str, Tensor] = {}
     memo: dict[int, Any] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors_of(model).items():
         if tensor in old or type(tensor) in PLAIN:  # other kinds of tensors know how they are copied
             there = device or old.get(tensor, tensor).device
             values = old[tensor].to(there) if tensor in old else tensor.detach().to(there, copy=True)
@@ -41,10 +42,8 @@ def copied(model: nn.Module, old: Mapping[Tensor, Tensor], device: torch.device 
         for hooks, own in kept:
             hooks.update(copy.deepcopy(own, memo))
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise _refusal(model, " ".join(str(error).split())[:200]) from error
-    now = dict(_tensors(dense))
+        raise _refusal(model, reason_of(error)) from error
+    now = tensors_of(dense)
     if lost := [name for name, tensor in copies.items() if now.get(name) is not tensor]:
         raise _refusal(model, f"its __deepcopy__ does not copy {lost[0]}")
     return dense.requires_grad_(False).eval()
@@ -53,17 +52,12 @@ def copied(model: nn.Module, old: Mapping[Tensor, Tensor], device: torch.device 
 def is_overlapping(model: nn.Module) -> bool:
     """Whether two tensors of the model share memory without being one."""
     ranges = []
-    for _, tensor in _tensors(model):
+    for tensor in tensors_of(model).values():
         if tensor.numel() and type(tensor) in PLAIN:
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             ranges.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize))
     ranges.sort()
     return any(start < end for (_, end), (start, _) in pairwise(ranges))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _leave_hooks(model: nn.Module, memo: dict[int, Any]) -> list[tuple[dict[int, Any], dict[int, Any]]]:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..ops.divergence import divergence, divergence_
 from .forward import first_tensor
-from .samples import Tree
+from .samples import Tree, named_parts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distan
 
     ``problem`` is the ``problem_type`` of a Hugging Face config.
     """
-    output, inputs, labels = output_of(found), *_parts(samples)
+    named = named_parts(samples)
+    output, inputs, labels = output_of(found), named.get("input_ids"), named["labels"]
+    labels = labels if isinstance(labels, Tensor) else None
     shape, places = output.shape[1:], None if labels is None else labels.shape[1:]
     is_binary = labels is not None and bool((labels == labels.bool()).all())
     is_single = is_binary and places is not None and shape.numel() == places.numel()
@@ -92,15 +94,6 @@ def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distan
     if are_tokens and shape[:-1] == inputs.shape[1:] and bool(((inputs >= 0) & (inputs < shape[-1])).all()):
         return Distance("classes")
     return Distance()
-
-
-def _parts(samples: Tree) -> tuple[Any, Tensor | None]:
-    """Tokens or other inputs, and the labels if there are any."""
-    inputs, labels = samples if isinstance(samples, tuple) else (samples, None)
-    if isinstance(inputs, Mapping):
-        labels = inputs.get("labels") if labels is None else labels
-        inputs = inputs.get("input_ids")
-    return inputs, labels if isinstance(labels, Tensor) else None
 
 
 class _Divergence(torch.autograd.Function):

@@ -14,12 +14,11 @@ from .cuts import Cuts
 from .distance import distance_of, output_of
 from .fewer_layers import BlockList, FewerLayers, fewer_layers
 from .forward import outputs, replaced
-from .layer_check import LayerCheck, can_generate
 from .progress import Progress
 from .resources import FAILURES, is_out_of_memory
 from .samples import Chunk, Samples, Stack, Tree, mask_of, rows
 from .shared_work import agreed, same
-from .skipped import Place, seen_blocks
+from .skipped import LayerCheck, Place, can_generate, seen_blocks
 from .widths import num_removed
 
 NUM_SAMPLES = 16  # that decide

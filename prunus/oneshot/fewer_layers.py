@@ -84,11 +84,14 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
     same = as_built(model, "no layer can be removed")
     found, reasons = {}, []
     for counts in _counts(same.config, {len(module) for module in _lists(model).values()}):
+        num = counts.num
         try:
-            names = _shorter(same, counts)
+            less = _lists(_built_without(same, [(counts, [num - 1])]))
         except ValueError as error:
             reasons.append(str(error))
             continue
+        shorter = {name for name, blocks in less.items() if len(blocks) == num - 1}
+        names = [name for name, blocks in _lists(same).items() if len(blocks) == num and name in shorter]
         if len(names) > 1:
             reasons.append(f"a layer is in {len(names)} lists, {names[0]} to {names[-1]}, and no module of its own")
         elif names:
@@ -98,12 +101,9 @@ def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
         raise ValueError(f"no layer of {type(model).__name__} can be removed: {why}")
     # of lists in one another, blocks of stages go before stages, and blocks before what is in them
     of_stages = [blocks for blocks in found.values() if blocks.place is not None]
-    lists = [one for one in found.values() if not any(_is_inside(stage, one) for stage in of_stages)]
-    return FewerLayers(model, [one for one in lists if not any(_is_inside(one, other) for other in lists)], same)
-
-
-def _is_inside(one: BlockList, other: BlockList) -> bool:
-    return one.name.startswith(f"{other.name}.")
+    lists = [one for one in found.values() if not any(stage.name.startswith(f"{one.name}.") for stage in of_stages)]
+    prefixes = tuple(f"{one.name}." for one in lists)
+    return FewerLayers(model, [one for one in lists if not one.name.startswith(prefixes)], same)
 
 
 def _lists(model: nn.Module) -> dict[str, Any]:
@@ -135,11 +135,12 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
             values[blocks.place] = len(kept)
             setattr(inner, key, values)
             continue
-        public = {other: value for other, value in vars(inner).items() if not other.startswith("_")}
+        public = {k: v for k, v in vars(inner).items() if isinstance(v, list | tuple) and not k.startswith("_")}
         for other, value in public.items():
-            if isinstance(value, list | tuple) and len(value) == blocks.num:
+            places = [i for i in range(blocks.num) if PLACES.search(other) and i in value]
+            if len(value) == blocks.num:
                 setattr(inner, other, type(value)(value[i] for i in kept))
-            elif PLACES.search(other) and _are_indices(value, blocks.num):
+            elif value and len(places) == len(value):  # numbers of layers, each once
                 setattr(inner, other, type(value)(kept.index(i) for i in value if i in kept))
         setattr(inner, key, len(kept))
         stages = getattr(inner, "stage_names", None) or ()  # of backbones: what is before the blocks, and each of them
@@ -149,20 +150,8 @@ def _shorten_(lists: Sequence[tuple[BlockList, Collection[int]]], config: Any) -
                 inner.out_features = inner.stage_names[-1:]
 
 
-def _are_indices(value: Any, num: int) -> bool:
-    if not isinstance(value, list | tuple) or not value or not all(type(i) is int for i in value):
-        return False
-    return len({*value}) == len(value) and 0 <= min(value) <= max(value) < num
-
-
 def _built_without(same: nn.Module, lists: Sequence[tuple[BlockList, Collection[int]]]) -> Any:
     return built_with(same, partial(_shorten_, lists), "the changed configuration")
-
-
-def _shorter(same: nn.Module, counts: BlockList) -> list[str]:
-    """Names of the lists that are one shorter where the field is one less."""
-    num, less = counts.num, _lists(_built_without(same, [(counts, [counts.num - 1])]))
-    return [name for name, own in _lists(same).items() if len(own) == num and len(less.get(name, ())) == num - 1]
 
 
 def _new_keys(blocks: nn.Module, gone: Collection[int]) -> dict[str, str]:
@@ -185,17 +174,13 @@ def _names(same: nn.Module, keys: Mapping[str, Mapping[str, str]]) -> dict[str, 
     return names
 
 
-def _kind(module: nn.Module | None) -> tuple[str, str]:
-    """Its class by name: parametrizations make a class for each module."""
-    return type(module).__module__, type(module).__qualname__
-
-
 def _difference(same: nn.Module, less: nn.Module, names: Mapping[str, str]) -> str:
     """In what the modules that stay are not those that the class builds; empty where they are."""
     built = dict(less.named_modules(remove_duplicate=False))
     for old, new in names.items():
         module, other = same.get_submodule(old), built.pop(new, None)
-        if _kind(module) != _kind(other):
+        # by name, since parametrizations make a class for each module
+        if len({(type(one).__module__, type(one).__qualname__) for one in (module, other)}) > 1:
             return f"{old} is {type(module).__name__}, but its new configuration builds {type(other).__name__} there"
         for kind in ("_parameters", "_buffers"):
             shapes = [{k: v if v is None else v.shape for k, v in getattr(m, kind).items()} for m in (module, other)]

@@ -1,7 +1,6 @@
 """What pruning a model block by block will take: memory before it starts, and time from its first block."""
 
 import time
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,22 +18,11 @@ VALUES = 7  # matrices (out, in) of it, in float32
 LOGITS = 200_000_000  # bytes of an evaluation
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes of main memory, and of an accelerator's if the work runs on one; ``parts`` says what takes them."""
+def needs_of(calibration: Calibration, disk: DiskOffload, *, repairs: bool) -> tuple[str, dict[str, int]]:
+    """The memory that a model on disk will need, in words, and bytes by what takes them.
 
-    main: int
-    device: int | None
-    parts: dict[str, int]
-
-    def __str__(self) -> str:
-        device = "" if self.device is None else f" and {in_units(self.device)} of GPU memory"
-        return f"needs about {in_units(self.main)} of main memory{device}"
-
-
-def needs_of(calibration: Calibration, disk: DiskOffload, *, repairs: bool) -> Needs:
-    """What a model on disk will need; its first block runs on one sample."""
-    is_moved = calibration.offload is not None
+    Its first block runs on one sample.
+    """
     outside = [t for name, t in calibration.model.named_parameters() if name not in disk.names]
     parts = {
         "outside the blocks": sum(t.nbytes for t in dict.fromkeys([*outside, *calibration.model.buffers()])),
@@ -45,10 +33,11 @@ def needs_of(calibration: Calibration, disk: DiskOffload, *, repairs: bool) -> N
     }
     if calibration.memory is not None:
         parts["activations"] = min(parts["activations"], calibration.memory)
-    if not is_moved:
-        return Needs(PROGRAM["cpu"] + sum(parts.values()), None, parts)
+    total = sum(parts.values())
+    if calibration.offload is None:
+        return f"needs about {in_units(PROGRAM['cpu'] + total)} of main memory", parts
     main = PROGRAM["cuda"] + parts["outside the blocks"] + parts["blocks"] + parts["activations"]
-    return Needs(main, sum(parts.values()), parts)
+    return f"needs about {in_units(main)} of main memory and {in_units(total)} of GPU memory", parts
 
 
 def _stream_bytes(calibration: Calibration) -> int:
@@ -61,11 +50,9 @@ def _stream_bytes(calibration: Calibration) -> int:
 
 
 def _solve_bytes(calibration: Calibration) -> int:
-    most = 0
-    for weight in calibration.weights.values():
-        rows, columns = sorted(weight.parameter.shape[-2:])  # the larger one may be the inputs'
-        most = max(most, 4 * (SQUARES * columns * columns + VALUES * rows * columns))
-    return most
+    shapes = (sorted(weight.parameter.shape[-2:]) for weight in calibration.weights.values())
+    # the larger one may be the inputs'
+    return max(4 * (SQUARES * columns * columns + VALUES * rows * columns) for rows, columns in shapes)
 
 
 class FirstBlockDone(BaseException):

@@ -63,29 +63,36 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 @contextmanager
-def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]:
-    """The model in eval mode with ``requires_grad`` off; at the end all but the ``renewed`` buffers is as before."""
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules are in the modes of before, and autograd tracks the parameters that it tracked."""
     modes = {module: module.training for module in model.modules()}
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    fused = torch.backends.mha.get_fastpath_enabled()
     try:
-        model.eval()
-        for parameter in flags:
-            parameter.requires_grad_(False)
-        # the fused encoder layer of torch does not call its linear layers
-        torch.backends.mha.set_fastpath_enabled(False)
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer not in renewed:
-                    buffer.copy_(before)
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module, renewed: Collection[Tensor] = ()) -> Iterator[None]:
+    """The model in eval mode with ``requires_grad`` off; at the end all but the ``renewed`` buffers is as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with modes_kept(model):
+        try:
+            model.eval().requires_grad_(False)
+            # the fused encoder layer of torch does not call its linear layers
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if buffer not in renewed:
+                        buffer.copy_(before)
 
 
 @contextmanager

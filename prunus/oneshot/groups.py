@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,28 +20,22 @@ NUM_PASSES = 8  # samples that are run to find layers that not every sample reac
 Readers = Mapping[str, Sequence[Reader]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Group:
     """Weights whose layers read the same inputs; ``start`` blocks have ended when they are first called."""
 
     names: tuple[str, ...]
     start: int
-    stop: int  # blocks that have ended when they are last called
-    num_calls: int  # in a pass
+    chunk: Chunk  # of the pass: another one may find other inputs at the same address
+    stop: int = 0  # blocks that have ended when they are last called
+    calls: list[tuple[Any, ...]] = field(default_factory=list)  # in a pass: what tells the input of each from others
     is_routed: bool = False  # reads some tokens only, as experts do
     num_inputs: int = 1  # tensors that a call reads: 3 where query, key and value of an attention differ
     sample_dim: int = 0  # of the inputs
 
-
-@dataclass
-class _Calls:
-    calls: list[tuple[Any, ...]]  # what tells the input of each call from others
-    start: int
-    stop: int = 0
-    is_routed: bool = False
-    num_inputs: int = 1
-    sample_dim: int = 0
-    chunk: Chunk | None = None  # of the pass: another one may find other inputs at the same address
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls)
 
 
 @torch.no_grad()
@@ -51,7 +45,7 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
     There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
     layers are never called are in no group.
     """
-    layers: dict[str, _Calls] = {}
+    layers: dict[str, Group] = {}
     chunks = list(calibration.samples.chunks(1))[:NUM_PASSES]
     blocks = list(calibration.blocks)
     order = _observe(calibration, readers, chunks[0], blocks, layers)
@@ -62,45 +56,42 @@ def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group
         if len(layers) == len(readers) or not readers:
             break
         _observe(calibration, readers, chunk, blocks, layers)
-    names: dict[object, list[str]] = {}
+    groups: dict[object, Group] = {}
     for name, layer in layers.items():
-        names.setdefault((*layer.calls, layer.start, layer.chunk), []).append(name)
-    groups = []
-    for alike in names.values():
-        layer = layers[alike[0]]
-        how = layer.is_routed, layer.num_inputs, layer.sample_dim
-        groups.append(Group(tuple(alike), layer.start, layer.stop, len(layer.calls), *how))
+        group = groups.setdefault((*layer.calls, layer.start, layer.chunk), layer)
+        if group is not layer:
+            group.names += (name,)
     # layers that only a later sample reached stand at the end
-    return sorted(groups, key=lambda group: group.start), blocks
+    return sorted(groups.values(), key=lambda group: group.start), blocks
 
 
 def _observe(
-    calibration: Calibration, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, _Calls]
+    calibration: Calibration, readers: Readers, chunk: Chunk, blocks: Sequence[nn.Module], layers: dict[str, Group]
 ) -> list[int]:
     """Add the layers that one pass calls for the first time; returns the order in which blocks were called."""
     batch = calibration.batch(chunk)
     sizes = next((leaf.shape[:2] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), torch.Size())
     num_rows = (sizes[:1].numel(), sizes.numel())
     alive: list[tuple[int, Tensor]] = []  # inputs of this block: memory in use cannot be that of another input
-    here: dict[str, _Calls] = {}
+    here: dict[str, Group] = {}
 
     def begin(name: str, reader: Reader, inputs: Inputs) -> None:
-        ended = seen.num_ended
-        alive[:] = [(number, x) for number, x in alive if number == ended] + [(ended, x) for x in inputs]
-        layer = here.setdefault(name, _Calls([], ended, chunk=chunk))
+        num = len(ended)
+        alive[:] = [(number, x) for number, x in alive if number == num] + [(num, x) for x in inputs]
+        layer = here.setdefault(name, Group((name,), num, chunk))
         # inputs without elements all have address 0
         same = [(x.data_ptr() or name, x._version, x.numel(), x.shape[-1], x.dtype) for x in inputs]
-        layer.calls.append((*same, ended, reader.geometry))
-        layer.stop, layer.num_inputs = ended, max(layer.num_inputs, len(inputs))
+        layer.calls.append((*same, num, reader.geometry))
+        layer.stop, layer.num_inputs = num, max(layer.num_inputs, len(inputs))
         if reader.reads_tokens:
             x = inputs[0]
             layer.is_routed |= x.ndim == 2 and len(x) not in num_rows
             layer.sample_dim |= x.ndim > 2 and x.shape[:2] == sizes[::-1] != sizes  # tokens come first
 
-    with ExitStack() as stack, seen_calls(blocks) as seen:
+    with ExitStack() as stack, seen_calls(blocks) as (called, ended):
         for name, reading in readers.items():
             for reader in reading if name not in layers else ():
                 stack.enter_context(reader.seen_by(partial(begin, name)))
         outputs(calibration.model, batch)
     layers |= here
-    return seen.order
+    return called

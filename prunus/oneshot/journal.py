@@ -15,43 +15,64 @@ from ..files.atomic import is_part
 from ..files.json_file import read_json, write_json
 from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.bits import sum_of_bits
+from ..ranks import Ranks
 from .identity import identity
 from .options import Trial
 from .probe.decide import Ratios
 from .probe.prober import Probed
 from .samples import digest
+from .shared_work import of_first
 
 Folder = str | os.PathLike[str]
 Weights = Iterable[Weight] | Mapping[str, list[int]]  # or their fingerprint
 
 
 class Journal:
-    """The folder of one call: a file for each group of weights, block, model or trial of a search that is done."""
+    """The folder of one call: a file for each group of weights, block, model or trial of a search that is done.
 
-    def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Weights, kind: str = "repair") -> None:
-        self.folder = Path(folder)
-        settings = {name: identity(value) for name, value in settings.items()}
-        sums = dict(weights) if isinstance(weights, Mapping) else fingerprint(weights)
-        _check_or_write(self.folder, kind, {"format": f"prunus-{kind}-1", "settings": settings, "weights": sums})
-        self.run = digest([*settings.items(), *sums.items()])
+    Of several ranks the first one reads and writes; the others learn what it holds.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        settings: Mapping[str, Any],
+        weights: Weights,
+        kind: str = "repair",
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.folder, self.ranks = Path(folder), ranks
         self._last: tuple[str, dict[str, Any]] | None = None  # what was read last
+
+        def begin() -> str:
+            known = {name: identity(value) for name, value in settings.items()}
+            sums = dict(weights) if isinstance(weights, Mapping) else fingerprint(weights)
+            _check_or_write(self.folder, kind, {"format": f"prunus-{kind}-1", "settings": known, "weights": sums})
+            return digest([*known.items(), *sums.items()])
+
+        self.run = of_first(ranks, begin)
 
     def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
         """Save what was done to the parameters of these names."""
-        self._last = None
-        write_torch_file(self.folder / f"{file}.pt", {"of": [self.run, *names], "content": dict(content)})
+        self._last, path = None, self.folder / f"{file}.pt"
+        of_first(self.ranks, lambda: write_torch_file(path, {"of": [self.run, *names], "content": dict(content)}))
 
     def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
         """What was saved; None where there is nothing, where it is damaged, or where it is of other parameters."""
+        return of_first(self.ranks, lambda: self._content(file, names))
+
+    def _content(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
         path = self.folder / f"{file}.pt"
         entry = _read(path, [self.run, *names]) if path.is_file() else None
         return entry and entry["content"]
 
     def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]:
-        """What was saved, which must be there; what was read last is not read again."""
+        """What was saved, which must be there, on the first rank alone; what was read last is not read again."""
+        if self.ranks is not None and self.ranks.rank:
+            raise ValueError("only the first rank can read stored results; quantise without a repair in one process")
         if self._last is None or self._last[0] != file:
             self._last = None
-            if (content := self.load(file, names)) is None:
+            if (content := self._content(file, names)) is None:
                 raise ValueError(
                     f"{self.folder / file}.pt, which holds changed weights, is missing or damaged; repeat the call: it "
                     "redoes only what this file held"
@@ -111,14 +132,8 @@ class SearchJournal:
         """Save what the probe of trial ``number`` has decided for these weights."""
         content = {}
         for name in names:
-            ratios = found.ratios[name]
-            content[name] = {
-                "pruned": found.pruned[name].cpu(),
-                "q": ratios.q.cpu(),
-                "num_zero": ratios.num_zero,
-                "num_not_finite": ratios.num_not_finite,
-                "tau": found.taus[name],
-            }
+            ratios = vars(found.ratios[name]) | {"q": found.ratios[name].q.cpu()}
+            content[name] = {"pruned": found.pruned[name].cpu(), "tau": found.taus[name], **ratios}
         file = f"group_{number:04}_{len([*self.folder.glob('group_*.pt')]):05}"
         self.journal.save(file, [file], content)
 
@@ -149,10 +164,7 @@ def _file_of(trial: int) -> str:
 
 def fingerprint(weights: Iterable[Weight]) -> dict[str, list[int]]:
     """Shape and an exact sum of the bits of every weight."""
-    sums = {}
-    for weight in weights:
-        sums[weight.name] = [*weight.parameter.shape, sum_of_bits(weight.parameter)]
-    return sums
+    return {weight.name: [*weight.parameter.shape, sum_of_bits(weight.parameter)] for weight in weights}
 
 
 def _read(path: Path, of: list[str]) -> dict[str, Any] | None:

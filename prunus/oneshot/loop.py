@@ -21,11 +21,12 @@ from ..ops.lazy import as_rows, from_rows
 from .batch_norms import renew_batch_norms
 from .calibration import Calibration
 from .groups import Group
+from .journal import Journal
 from .layers import matrix_layout
 from .level import Level, num_zeros
 from .options import BlockTuning
 from .resources import fits, release
-from .shared_work import Entries, agreed, of_first
+from .shared_work import agreed, of_first
 from .step import Change, LayerRepair, Layers, Step
 from .streams import BIAS, Streams
 from .tune import Tuned, WholeLoss, block_loss, tunable, tune
@@ -37,7 +38,7 @@ DIVIDED = 1 << 25  # multiplications of an iteration from which ranks are faster
 class Loop:
     """Changes the weights of a level in place, group after group; at the end ``mask`` prunes what no step changed.
 
-    ``masks`` are packed masks that are known before; without them the steps choose within ``live``, also packed.
+    ``masks`` are packed masks that are known before; without them the steps choose within what is live in the level.
     Weights that the level does not name stay as they are. While ``dense()`` is open, the model has the layers of the
     dense one, for a teacher's passes.
     """
@@ -49,12 +50,11 @@ class Loop:
         mask: Callable[[Layers], dict[str, Change]],
         *,
         masks: Mapping[str, Tensor] | None = None,
-        live: Mapping[str, Tensor] | None = None,
-        journal: Entries | None = None,
+        journal: Journal | None = None,
         dense: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.calibration, self.level, self.mask, self.journal, self.dense = calibration, level, mask, journal, dense
-        self.weights, self.masks, self.live = level.weights, masks, live or {}
+        self.weights, self.masks = level.weights, masks
         self.streams: Streams | None = None
         self._skipped: set[str] = set()  # reached, and not changed by the step
         self._before: Callable[[str], Tensor] | None = None  # reads parameters on disk as they were
@@ -237,7 +237,9 @@ class Loop:
             return {name: matrix(name, bits.unpack(packed[name], shape)) for name, shape in shapes.items()}
 
         weights = {name: matrix(name, self.weights[name].parameter.detach()) for name in names}
-        return Layers(weights, masks=None if self.masks is None else unpacked(self.masks), live=unpacked(self.live))
+        if self.masks is not None:
+            return Layers(weights, masks=unpacked(self.masks))
+        return Layers(weights, live=unpacked(self.level.live))
 
     def _write(self, name: str, change: Change) -> None:
         """Bring a change into the shape of its weight, and apply it."""

@@ -92,7 +92,10 @@ def changed_folder(
         model = agreed(ranks, begin)
         yield model, unfinished
         of_first(ranks, lambda: _write(model, source, target, unfinished, small=small))
-        read_from(model, target)
+        disk = disk_offload_of(model)
+        assert disk is not None
+        disk.read = reader_of(model, target)
+        disk.stored.clear()
 
 
 def _write(model: nn.Module, source: Path, out: Path, unfinished: Path, *, small: bool) -> None:
@@ -103,14 +106,6 @@ def _write(model: nn.Module, source: Path, out: Path, unfinished: Path, *, small
         facts = facts_of_files(part, shapes, saved.rows)
         write_card(part, CardFacts(name=out.resolve().name, source=str(source), **facts))
     shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def read_from(model: nn.Module, folder: Path) -> None:
-    """Read the blocks of a model from the folder that it was written to."""
-    disk = disk_offload_of(model)
-    assert disk is not None
-    disk.read = reader_of(model, folder)
-    disk.stored.clear()
 
 
 def save_from_disk(

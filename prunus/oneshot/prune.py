@@ -32,12 +32,9 @@ from .quantize_step import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores
-from .shared_work import RankGroup, joined, journal_of, same, silent
+from .shared_work import RankGroup, joined, same, silent
 from .step import Choose, keep_all_but
 from .steps import Mask, Solve
-
-# what the solver chooses by before any weight changes, and how many of each layer go where only these numbers matter
-Allocation = tuple[Choose | None, Mapping[str, int]]
 
 
 def prune(
@@ -189,12 +186,9 @@ def prune_to(
                 with calibration.clock.part("scores"):
                     masks = same(calibration.ranks, scores.keep(select, sparsity, level.live))
             if probe is None or method.repair is not None:
-                allocation = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
-                _change(scores, level, sparsity, masks, allocation, within, state)
+                _change(scores, level, select, sparsity, masks, state)
                 if probe is not None:
-                    level.repair_again = lambda: _change(
-                        scores, level, sparsity, level.packed, (None, {}), within, None
-                    )
+                    level.repair_again = lambda: _change(scores, level, select, sparsity, level.packed, None)
     except BaseException:
         if calibration.offload is not None:
             calibration.offload.unload()
@@ -309,8 +303,10 @@ class Counted(Selector):
         return [Quota((shape.name,), shape.numel, self.num_drop[shape.name]) for shape in shapes]
 
 
-def _allocation(scores: Scores, select: Selector, sparsity: float, live: Packed) -> Allocation:
-    """How many of each layer go, or of each row where rows or neighbours are compared by themselves."""
+def _allocation(
+    scores: Scores, select: Selector, sparsity: float, live: Packed
+) -> tuple[Choose | None, Mapping[str, int]]:
+    """What the solver chooses by, and how many of each layer go where only these numbers matter."""
     if select.group == "all":
         masks = scores.keep(select, sparsity, live)
         num_drop = {name: scores.num_pruned(name, masks) for name in scores.weights}
@@ -326,14 +322,14 @@ def _allocation(scores: Scores, select: Selector, sparsity: float, live: Packed)
 def _change(
     scores: Scores,
     level: Level,
+    select: Selector,
     sparsity: float,
     masks: Packed | None,
-    allocation: Allocation,
-    within: Packed | None,
     state: Folder | None,
 ) -> None:
     """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
     calibration, repair = scores.calibration, scores.method.repair
+    choose, num_drop = _allocation(scores, select, sparsity, level.live) if masks is None else (None, {})
     level.packed, level.repairs, level.tuned, level.not_tuned = {}, {}, {}, []
     journal = None
     if (repair is not None or calibration.disk) and state is not None:
@@ -342,20 +338,20 @@ def _change(
         settings |= scores.method.settings(scores.weights)
         settings |= {"masks of the probe": digest(dict(masks))} if masks and level.candidates else {}
         weights = scores.fingerprint or calibration.each_weight()
-        journal = journal_of(calibration.ranks, lambda: Journal(state, settings, weights))
+        journal = Journal(state, settings, weights, ranks=calibration.ranks)
 
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"{'repaired' if repair else 'pruned'} {names[-1]}", len(names))
 
-    mask, solve, grid = Mask(allocation[0]), None, scores.method.grid
+    mask, solve, grid = Mask(choose), None, scores.method.grid
     if repair is not None:
-        solve = Solve(repair, *allocation, calibration.clock, calibration.ranks)
+        solve = Solve(repair, choose, num_drop, calibration.clock, calibration.ranks)
     is_at_once = grid and repair and not repair.tuning  # what is tuned leaves its grid
     if is_at_once:
         skipped = without_grid(scores.weights)
         mask = Nearest(grid, skipped, mask)
         solve = Quantize(grid, solve, skipped, calibration.clock, calibration.ranks)
-    loop = Loop(calibration, level, mask, masks=masks, live=within and level.live, journal=journal)
+    loop = Loop(calibration, level, mask, masks=masks, journal=journal)
     with nullcontext() if calibration.is_open else calibration.open(), eagerly():
         if grid:
             check_finite(calibration)

@@ -19,7 +19,7 @@ from .loop import Loop
 from .progress import Progress, progress_line
 from .quantize_step import Nearest, Quantize
 from .result import QuantizeResult
-from .shared_work import RankGroup, joined, journal_of, silent
+from .shared_work import RankGroup, joined, silent
 from .step import LayerRepair
 
 BITS = (8, 4, 3)
@@ -104,9 +104,7 @@ def quantize_level_(calibration: Calibration, level: Level, grid: Grid, state: F
     if (calibration.has_batches or calibration.disk) and state is not None:
         settings: dict[str, Any] = {"grid": grid}
         settings |= {"samples": calibration.samples.digest()} if calibration.has_batches else {}
-        journal = journal_of(
-            calibration.ranks, lambda: Journal(state, settings, calibration.each_weight(), "quantization")
-        )
+        journal = Journal(state, settings, calibration.each_weight(), "quantization", calibration.ranks)
 
     def finished(names: Sequence[str]) -> None:
         calibration.meter.step(f"quantised {names[-1]}", len(names))

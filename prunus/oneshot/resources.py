@@ -120,6 +120,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def reason_of(error: BaseException, length: int = 200) -> str:
+    """Why a model failed, in one line; raises the error where memory ran out, which says nothing of the model."""
+    if is_out_of_memory(error):
+        raise error
+    return " ".join(str(error).split())[:length]
+
+
 def release(device: torch.device) -> None:
     """Return cached memory to the device, or to the system."""
     if device.type == "cuda":

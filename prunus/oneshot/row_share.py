@@ -36,14 +36,14 @@ class RowShare:
 
     def whole(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of all ranks."""
-        return {name: self._gathered(own, self.rows[name]) for name, own in matrices.items()}
-
-    def _gathered(self, own: Tensor, rows: Sequence[slice]) -> Tensor:
         assert self.ranks is not None
-        sizes = [here.stop - here.start for here in rows]
-        padded = own.new_zeros(max(sizes), *own.shape[1:])
-        padded[: len(own)] = own
-        return torch.cat([part[:size] for part, size in zip(self.ranks.stacked(padded), sizes, strict=True)])
+        whole = {}
+        for name, own in matrices.items():
+            sizes = [here.stop - here.start for here in self.rows[name]]
+            padded = own.new_zeros(max(sizes), *own.shape[1:])
+            padded[: len(own)] = own
+            whole[name] = torch.cat([part[:num] for part, num in zip(self.ranks.stacked(padded), sizes, strict=True)])
+        return whole
 
     def whole_changes(self, changes: Mapping[str, Change]) -> dict[str, Change]:
         """Changes of the rows of all ranks from those of this one's, which all have weights."""

@@ -7,7 +7,7 @@ size is the first dimension of its first tensor; every tensor of that length has
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Number
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+from ..ops.divergence import IGNORED
 from .spill import FileRows, Spill, copy_rows_, empty_rows, memory_order
 
 Tree = Any  # tensors in tuples, lists and dicts
-IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 @dataclass(frozen=True)
@@ -245,10 +245,15 @@ def has_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor | FileRows) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
+def named_parts(batch: Tree) -> dict[str, Any]:
+    """Inputs by name, and the labels, of a dict or a pair; None without labels."""
+    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
+    return {"labels": labels, **(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs})}
+
+
 def mask_of(tree: Tree) -> Tensor | None:
     """The attention mask (sample, token) of a batch, if it has one."""
-    inputs = tree[0] if isinstance(tree, tuple) else tree
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    mask = named_parts(tree).get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
@@ -315,18 +320,13 @@ def plain_batch(batch: Any) -> Tree:
 
 def _merged(stacks: list[Stack]) -> list[Stack]:
     """Neighbours whose tensors differ only in the number of rows become one stack."""
-    runs: list[list[Stack]] = []
-    for stack in stacks:
-        if runs and _form(runs[-1][0]) == _form(stack) is not None:
-            runs[-1].append(stack)
-        else:
-            runs.append([stack])
-    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
-
-
-def _joined(stacks: Sequence[Stack]) -> Stack:
-    tree = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(stack.tree for stack in stacks))
-    return Stack(tree, sum(stack.size for stack in stacks))
+    merged = []
+    for _, run in groupby(stacks, lambda stack: _form(stack) or id(stack)):
+        first, *others = run
+        trees = [stack.tree for stack in others]
+        tree = pytree.tree_map(lambda *leaves: torch.cat(leaves), first.tree, *trees) if others else first.tree
+        merged.append(Stack(tree, first.size + sum(stack.size for stack in others)))
+    return merged
 
 
 def _form(stack: Stack) -> tuple[Any, ...] | None:

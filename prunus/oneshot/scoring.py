@@ -1,8 +1,9 @@
 """Scores of the weights of a trained model: of the weights themselves, their inputs or their gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,22 +191,15 @@ class Scores:
         return [_lazy(w, path, {"before": before[n], "after": after[n]}, {}) for n, w in self.weights.items()]
 
 
-@dataclass(frozen=True)
-class _OnDisk(Mapping[str, Tensor]):
+class _OnDisk(UserDict[str, Any]):
     """What a score reads of a weight on disk: its values are read when they are needed."""
 
-    name: str
-    read: Callable[[str], Tensor]
-    others: Mapping[str, Tensor]
+    def __init__(self, name: str, read: Callable[[str], Tensor], others: Mapping[str, Tensor]) -> None:
+        super().__init__({"weight": name, **others})
+        self.read = read
 
     def __getitem__(self, key: str) -> Tensor:
-        return self.read(self.name) if key == "weight" else self.others[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("weight", *self.others))
-
-    def __len__(self) -> int:
-        return 1 + len(self.others)
+        return self.read(self.data[key]) if key == "weight" else self.data[key]
 
 
 def _lazy(

@@ -223,7 +223,6 @@ class _Search:
         return level
 
     def _take_back(self) -> None:
-        self._to_dense()  # what was repaired may be wanted again
         if self.scores.calibration.offload is not None:
             self.scores.calibration.offload.unload()
         self.kept.pop().level.undo_()
@@ -261,8 +260,11 @@ class _Search:
                 high = scale
             scale = (low + high) / 2
         if best[0] == 1.0:
-            if before is not None:
-                self._restore_level(before, target)
+            if before is not None:  # comes back as it was, with an empty level in place of the one that failed
+                self._take_back()
+                self._take_back()
+                self._apply(before)
+                self.kept.append(_Kept(target, Level(self.scores.weights, before.level.packed, before.level.packed)))
         elif last != best[0]:
             attempt(best[0])
         return best
@@ -285,13 +287,6 @@ class _Search:
         self._level(before, scaled)
         self._level(target, scaled)
         return self._metric()
-
-    def _restore_level(self, before: _Kept, target: float) -> None:
-        """Put the level before back as it was, and an empty level in place of the one that failed."""
-        self._take_back()
-        self._take_back()
-        self._apply(before)
-        self.kept.append(_Kept(target, Level(self.scores.weights, before.level.packed, before.level.packed)))
 
     def _scaled(self, scale: float) -> Probe:
         assert self.probe is not None

@@ -6,9 +6,9 @@ Every rank holds the same model and makes the same call. The first one reads and
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..ops.bits import sum_of_bits
 from ..ranks import Ranks
+from .built_twice import tensors_of
 from .disk_offload import disk_offload_of
 from .identity import identity
 from .samples import Samples, Stack, rows
@@ -86,7 +87,7 @@ def check_same_inputs(ranks: Ranks, model: nn.Module, samples: Callable[[], Samp
 def _sums_of(model: nn.Module) -> str:
     """What tells a model from one with other names, shapes or values."""
     sha, disk = hashlib.sha256(), disk_offload_of(model)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in tensors_of(model).items():
         with nullcontext() if disk is None else disk.holding([name]):
             values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
             total = None if tensor.is_meta else sum_of_bits(values)
@@ -169,35 +170,3 @@ def silent(ranks: Ranks | None) -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield True
-
-
-class Entries(Protocol):
-    def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None: ...
-
-    def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None: ...
-
-    def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]: ...
-
-
-class FirstRanksJournal:
-    """A journal that the first rank reads and writes; the others learn what it holds."""
-
-    def __init__(self, ranks: Ranks, make: Callable[[], Entries]) -> None:
-        self.ranks = ranks
-        self._journal = agreed(ranks, lambda: make() if ranks.rank == 0 else None)
-
-    def save(self, file: str, names: Sequence[str], content: Mapping[str, Any]) -> None:
-        agreed(self.ranks, lambda: self._journal and self._journal.save(file, names, content))
-
-    def load(self, file: str, names: Sequence[str]) -> dict[str, Any] | None:
-        return of_first(self.ranks, lambda: self._journal.load(file, names) if self._journal else None)
-
-    def stored(self, file: str, names: Sequence[str]) -> dict[str, Any]:
-        """What the first rank has saved, for itself: the others do not read changed weights again."""
-        if self._journal is None:
-            raise ValueError("only the first rank can read stored results; quantise without a repair in one process")
-        return self._journal.stored(file, names)
-
-
-def journal_of(ranks: Ranks | None, make: Callable[[], Entries]) -> Entries:
-    return make() if ranks is None else FirstRanksJournal(ranks, make)

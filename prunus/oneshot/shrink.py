@@ -31,7 +31,7 @@ from .plain_units import plain_plan
 from .progress import Progress, progress_line
 from .resources import Cost, Peak
 from .samples import check_batches
-from .shared_work import RankGroup, agreed, all_of, joined, journal_of, silent
+from .shared_work import RankGroup, agreed, all_of, joined, silent
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
 from .shrink_step import Shrink
 from .step import Change, Layers
@@ -217,8 +217,7 @@ class Shrinking:
             self._undo.callback(setattr, disk, "stored", dict(disk.stored))
         if self.state is not None:
             own = {"left": dict(left), "samples": calibration.samples.digest()}
-            settings, folder = self._settings | own, self.state
-            journal = journal_of(self.ranks, lambda: Journal(folder, settings, calibration.each_weight(), "shrink"))
+            journal = Journal(self.state, self._settings | own, calibration.each_weight(), "shrink", self.ranks)
         num_steps = len(weights)
         num_steps += len(calibration.blocks) * tuning.epochs + tuning.whole_epochs if tuning else 0
         loop = Loop(calibration, level, _unreached, journal=journal, dense=partial(_undone, self._removals))
@@ -295,22 +294,19 @@ def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> Shr
     num = sum(blocks.num for blocks in fewer_layers(dense.model, dense.blocks).lists)
     most = min(num - 1, int((1 - wanted.size) * num))
     cost, depths = Cost(), sorted({round(most * part / MIXTURES) for part in range(MIXTURES + 1)})
-    mixtures = [_tried(work, replace(wanted, layers=depth or None), cost, progress) for depth in depths]
+    mixtures = []
+    for depth in depths:
+        trial = replace(work, tuning=SHORT, state=None).run(replace(wanted, layers=depth or None), progress)
+        tuned = trial.level.tuned_whole
+        trial.undo_()
+        cost.add_(trial.cost)
+        if tuned is None:
+            raise ValueError(
+                "split='measured' tunes the whole model, but there is too little memory; choose layers= yourself"
+            )
+        mixtures.append(Mixture(depth, tuned.after))
     best = min(mixtures, key=lambda one: one.distance)
     result = work.run(replace(wanted, layers=best.layers or None), progress)
     result.cost.add_(cost)
     result.mixtures = mixtures
     return result
-
-
-def _tried(work: Shrinking, wanted: Wanted, cost: Cost, progress: Progress | None) -> Mixture:
-    """A mixture, tuned for a short time and undone again; what it cost is added up."""
-    result = replace(work, tuning=SHORT, state=None).run(wanted, progress)
-    tuned = result.level.tuned_whole
-    result.undo_()
-    cost.add_(result.cost)
-    if tuned is None:
-        raise ValueError(
-            "split='measured' tunes the whole model, but there is too little memory; choose layers= yourself"
-        )
-    return Mixture(int(wanted.layers or 0), tuned.after)

@@ -1,16 +1,23 @@
-"""Blocks that a pass skips: in their places stand identities, found from what the blocks read and return."""
+"""Blocks that a pass skips, with identities in their places, and whether a model without them is the same."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .blocks import STUB
-from .forward import replaced
-from .samples import Tree
+from .blocks import SAME, STUB, is_near
+from .calibration import ROUNDING, Calibration
+from .distance import output_of
+from .fewer_layers import FewerLayers
+from .forward import arguments, outputs, replaced
+from .resources import FAILURES, is_out_of_memory, reason_of
+from .samples import Tree, num_tokens, shortened
 
+PROMPT = 8  # tokens of a sample that the model continues
 Place = tuple[str, int]  # a list of blocks, and one of them
 Key = int | str  # of an input: its place, or its name
 
@@ -85,3 +92,58 @@ def _watched(block: nn.Module, seen: list[Identity | None]) -> Callable[..., Tre
         return output
 
     return forward
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """A model with the identities of its blocks, and the sample that every check runs on."""
+
+    calibration: Calibration
+    plan: FewerLayers
+    skips: Mapping[Place, tuple[nn.Module, Identity]]
+    sample: Tree
+    generates: bool  # with all layers
+
+    def fault(self, gone: Sequence[Place]) -> str:
+        """Why the model without these blocks is not what it is with identities in their places; empty where it is."""
+        model, sample = self.calibration.model, self.sample
+        try:
+            cuts = self.plan.cuts(gone)
+        except ValueError as error:
+            return str(error)
+        with self.calibration.open(), torch.no_grad(), replaced(dict(self.skips[where] for where in gone)):
+            expected = output_of(outputs(model, sample))
+        args, named = arguments(model, sample)
+        as_users_call = {key: value for key, value in named.items() if key != "use_cache"}  # with a cache by default
+        cuts.apply_()
+        try:
+            with self.calibration.open(), torch.no_grad():
+                same, as_called = output_of(outputs(model, sample)), output_of(model(*args, **as_users_call))
+                if self.generates and not can_generate(model, sample):
+                    return "generate fails without it, since its class counts layers in another way"
+        except FAILURES as error:
+            return f"the model fails without it: {reason_of(error)}"
+        finally:
+            cuts.undo_()
+        if _is_near(same, expected, SAME) and _is_near(as_called, expected, ROUNDING):
+            return ""
+        return f"the layers after it would compute something else{self.plan.periods}"
+
+
+def can_generate(model: Any, sample: Tree) -> bool:
+    """Whether it generates a token with its cache, whose layers the class may count in its own way."""
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        return False
+    args, named = arguments(model, shortened(sample, PROMPT) if num_tokens(sample) > PROMPT else sample)
+    named = {key: value for key, value in named.items() if key not in ("use_cache", "decoder_input_ids", "labels")}
+    try:
+        model.generate(*args, **named, max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)
+    except FAILURES as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _is_near(output: Tensor, expected: Tensor, tolerances: Mapping[torch.dtype, float]) -> bool:
+    return output.shape == expected.shape and is_near(output, expected, tolerances.get(output.dtype, 1e-2))

@@ -21,7 +21,7 @@ from .calibration import Calibration
 from .cuts import Cuts, to_the_end
 from .disk_offload import disk_offload_of
 from .forward import outputs
-from .resources import is_out_of_memory
+from .resources import reason_of
 from .samples import Chunk, Tree, num_tokens, shortened
 from .units import Number, UnitLayer, role, tensor_of
 
@@ -72,9 +72,7 @@ class UnitCheck:
                 return f"{name} has not the shape that the class builds"
             traces = self._traces(gone)
         except Exception as error:  # what a forward raises for shapes that do not fit is not known
-            if is_out_of_memory(error):
-                raise
-            return f"the smaller model fails: {' '.join(str(error).split())[:120]}"
+            return f"the smaller model fails: {reason_of(error, 120)}"
         finally:
             cuts.undo_()
         with _unread(self.model, gone):
@@ -90,15 +88,12 @@ class UnitCheck:
         devices = [calibration.device] if calibration.device.type == "cuda" else []
         # a consumer that writes units of another layer loses outputs itself; who reads those is traced
         written = {name for layer in layers for name in layer.slices if name != layer.consumer}
-        with ExitStack() as stack:
+        rng = torch.random.fork_rng(devices)
+        with rng, calibration.open(), eagerly(), torch.no_grad(), ExitStack() as stack:
             for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
-                stack.callback(module.register_forward_hook(_appending(seen)).remove)
-            stack.enter_context(torch.random.fork_rng(devices))
-            stack.enter_context(calibration.open())
-            stack.enter_context(eagerly())
-            stack.enter_context(torch.no_grad())
+                stack.enter_context(module.register_forward_hook(_appending(seen)))
             traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
         return traces
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 Kind = Literal["neurons", "heads"]
@@ -68,3 +69,11 @@ def role(name: str) -> str:
     """What the module of a tensor is in every layer alike: its name without numbers."""
     path, _, key = name.rpartition(".")
     return re.sub(r"\d+", "*", path if key in ("weight", "bias") else name)
+
+
+def places_of(num: int, parts: Sequence[int]) -> Tensor:
+    """Places (unit, place) in a dimension that consists of parts, each with so many places a unit, unit by unit."""
+    starts = [num * sum(parts[:number]) for number in range(len(parts))]
+    units = torch.arange(num)[:, None]
+    runs = [start + units * size + torch.arange(size) for start, size in zip(starts, parts, strict=True)]
+    return torch.cat(runs, dim=1)

@@ -135,7 +135,9 @@ class Widths:
         if not any(self.nums.values()):
             raise ValueError(" ".join(self.plan.reasons.values()))
         found = {} if wanted.keeps_heads else self.nums["heads"]
-        heads = {field: self._at_least(field, most / num_now * num) for field, num in found.items()}
+        heads = {}
+        for field, num in found.items():  # the smallest number that is not below the share: neurons go instead
+            heads[field] = next(left for left in self.plan.allowed(field) if left >= most / num_now * num - 1e-9)
         free, multiple = self.nums["neurons"], wanted.multiple
         if not free and wanted.keeps_heads:
             raise ValueError(self.plan.reasons.get("neurons") or "all heads stay, and the model has no other units")
@@ -156,10 +158,6 @@ class Widths:
                 "experts="
             )
         return left(shares[at - 1])
-
-    def _at_least(self, field: str, wanted: float) -> int:
-        """The smallest number of head groups that may stay and is not below ``wanted``: neurons go instead."""
-        return next(num for num in self.plan.allowed(field) if num >= wanted - 1e-9)
 
 
 def _rounded(left: int, num: int, multiple: int) -> int:

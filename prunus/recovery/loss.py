@@ -5,7 +5,8 @@ logits of a whole batch exist, and weights that are sharded over ranks are whole
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from ..oneshot.distance import Distance, distance_of, output_of
 from ..oneshot.forward import is_encoder_decoder, outputs, replaced
 from ..oneshot.head import Head, head_divergence, head_qualities
-from ..oneshot.samples import IGNORED, Tree, mask_of, moved, rows
+from ..oneshot.samples import IGNORED, Tree, mask_of, moved, named_parts, rows
 from .teacher import Teacher
 
 MANY = 1024  # classes: with fewer, whole logits are no larger than the hidden states
@@ -179,12 +180,10 @@ def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str
     linear = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
     linear = [each for each in linear if not each._forward_hooks]  # which may change what it returns
     calls: list[tuple[nn.Linear, Tensor]] = []
-    handles = [each.register_forward_hook(lambda module, _, output: calls.append((module, output))) for each in linear]
-    try:
+    with ExitStack() as stack:
+        for each in linear:
+            stack.enter_context(each.register_forward_hook(lambda module, _, output: calls.append((module, output))))
         found = outputs(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     logits, name = output_of(found), type(model).__name__
     fitting = [(module, output) for module, output in calls if output.shape == logits.shape]
     for module, output in fitting[-1:]:
@@ -192,12 +191,6 @@ def with_head(model: nn.Module, batch: Tree) -> tuple[Any, nn.Linear | None, str
             return found, module, ""
     changed = "changes what its head returns" if fitting else "has no plain linear head"
     return found, None, f"{name} {changed}"
-
-
-def named_parts(batch: Tree) -> dict[str, Any]:
-    """Inputs by name, and the labels, of a dict or a pair; None without labels."""
-    inputs, labels = batch if isinstance(batch, tuple) else (batch, None)
-    return {"labels": labels, **(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs})}
 
 
 def token_mask(model: nn.Module, batch: Tree) -> Tensor | None:

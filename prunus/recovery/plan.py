@@ -36,6 +36,11 @@ class Plan:
     def num_trial_steps(self) -> int:
         return self.trial_steps * len(FACTORS)
 
+    def spread(self, num: int) -> list[int]:
+        """Steps of the run, evenly apart; the last of them is its end."""
+        first, length = self.num_trial_steps, self.steps - self.num_trial_steps
+        return [first + -(-length * (i + 1) // num) for i in range(num)]
+
     @property
     def chosen(self) -> float:
         """The rate of the run: twice that of the best trial, or where the batches ended in a trial, that of it."""

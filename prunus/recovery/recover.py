@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .recovery_trainer import RecoveryTrainer, State
 
-EVALUATIONS, SAVES = 5, 10  # of a run
+EVALUATIONS = 5  # of a run
 
 
 def recover(
@@ -102,7 +102,10 @@ def recover(
             distillation.teacher = Teacher(dense, how.device, offload=offload_teacher)
             stack.enter_context(distillation.teacher.open(place=not how.fsdp))
             warn_if_whole(student, dense)
-        trainer = _trainer(how, distillation, plan, data, evaluations, dtypes)
+        from .recovery_trainer import RecoveryTrainer  # which loads transformers
+
+        steps_of_rank = Steps(data, plan, accumulate, how.process_index, how.world_size)
+        trainer = RecoveryTrainer(how, distillation, plan, steps_of_rank, data.held_out, dtypes, evaluations)
         report = stack.enter_context(progress_line(progress if how.process_index == 0 else False, "recover"))
         if report is not None:
             trainer.report = lambda step: report(step, steps, _in_words(trainer))
@@ -128,25 +131,6 @@ def _check_numbers(steps: int, lr: float | None, hard: float, accumulate: int, e
         raise ValueError(f"lr must be a number above 0, or None to find it by trials, got {lr!r}")
     if not 0 <= hard < math.inf:
         raise ValueError(f"hard, the weight of the labels' cross-entropy, must be 0 or more, got {hard!r}")
-
-
-def _trainer(
-    args: Any,
-    distillation: Distillation,
-    plan: Plan,
-    data: Batches,
-    evaluations: int,
-    dtypes: Mapping[nn.Parameter, torch.dtype],
-) -> "RecoveryTrainer":
-    from .recovery_trainer import RecoveryTrainer
-
-    def spread(num: int) -> list[int]:
-        first, length = plan.num_trial_steps, plan.steps - plan.num_trial_steps
-        return [first + -(-length * (i + 1) // num) for i in range(num)]
-
-    steps = Steps(data, plan, args.gradient_accumulation_steps, args.process_index, args.world_size)
-    when = {"evaluate_at": spread(evaluations), "save_at": spread(SAVES)}
-    return RecoveryTrainer(args, distillation, plan, steps, data.held_out, dtypes, **when, report=lambda step: None)
 
 
 def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:

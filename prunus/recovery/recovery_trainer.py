@@ -42,6 +42,7 @@ from .step_batches import Steps
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0
+SAVES = 10  # of a run
 SCALE_RATE = 8.0  # times the learning rate: that of the logarithms of scales
 BEST = "best-{rank}.safetensors"
 WEIGHTS = "weights.safetensors"  # what learns, of models that transformers cannot save whole
@@ -87,10 +88,7 @@ class RecoveryTrainer(Trainer):
         steps: Steps,
         held_out: Sequence[Tree],
         dtypes: Mapping[nn.Parameter, torch.dtype],
-        *,
-        evaluate_at: Sequence[int],
-        save_at: Sequence[int],
-        report: Callable[[int], None],
+        evaluations: int,
     ) -> None:
         super().__init__(distillation.student, args, callbacks=[_Driver(self)])
         for callback in (PrinterCallback, ProgressCallback):
@@ -98,7 +96,8 @@ class RecoveryTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is divided by the places of all batches of a step
         self.distillation, self.plan, self.steps, self.held_out = distillation, plan, steps, held_out
         self.dtypes, self.scales = dtypes, learned_scales(self.model, dtypes)  # dtypes that parameters end in
-        self.evaluate_at, self.save_at, self.report = frozenset(evaluate_at), frozenset(save_at), report
+        self.evaluate_at, self.save_at = plan.spread(evaluations), plan.spread(SAVES)
+        self.report: Callable[[int], None] = lambda step: None
         self.saves = args.save_strategy != "no"
         self.figures: dict[int, Point] = {}  # of the student, by step
         self.teacher_figures = Figures(None)

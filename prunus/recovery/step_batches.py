@@ -4,7 +4,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,7 @@ class Batches:
         with random_kept(self.seed):
             reading = iter(self.source)
             first = list(islice(reading, 1))
-        for batch in first:
-            yield plain_batch(batch)
-        for batch in reading:
-            yield plain_batch(batch)
+        yield from map(plain_batch, chain(first, reading))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from ..eligible import check_patterns, eligible, matches, plain_name, unwrapped_model
 from ..grids import on_grids
 from ..oneshot.blocks import blocks_of
+from ..oneshot.forward import modes_kept
 from ..ranks import is_dtensor, local
 from .folder import narrowed
 
@@ -69,28 +70,25 @@ def learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn
     globs = [train] if isinstance(train, str) else list(train)
     named = {plain_name(name): p for name, p in student.named_parameters()}
     check_patterns(globs, named)
-    flags, dtypes = ({p: getattr(p, name) for p in named.values()} for name in ("requires_grad", "dtype"))
-    modes = {module: module.training for module in student.modules()}
+    dtypes = {parameter: parameter.dtype for parameter in named.values()}
     wrapping = {name: vars(student).get(name) for name in OF_ACCELERATE}
-    try:
-        for name, parameter in named.items():
-            learns = parameter.is_floating_point() and (not globs or matches(name, globs))
-            parameter.requires_grad_(learns)
-            if learns and parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()
-        yield dtypes
-    finally:
-        for name, value in wrapping.items():
-            vars(student).pop(name, None)
-            if value is not None:
-                vars(student)[name] = value
-        for parameter, flag in flags.items():
-            parameter.grad = None
-            if parameter.dtype != dtypes[parameter] and not is_dtensor(parameter):
-                parameter.data = narrowed(parameter.data, dtypes[parameter])
-            parameter.requires_grad_(flag)
-        for module, mode in modes.items():
-            module.training = mode
+    with modes_kept(student):
+        try:
+            for name, parameter in named.items():
+                learns = parameter.is_floating_point() and (not globs or matches(name, globs))
+                parameter.requires_grad_(learns)
+                if learns and parameter.dtype in (torch.float16, torch.bfloat16):
+                    parameter.data = parameter.data.float()
+            yield dtypes
+        finally:
+            for name, value in wrapping.items():
+                vars(student).pop(name, None)
+                if value is not None:
+                    vars(student)[name] = value
+            for parameter, dtype in dtypes.items():
+                parameter.grad = None
+                if parameter.dtype != dtype and not is_dtensor(parameter):
+                    parameter.data = narrowed(parameter.data, dtype)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The model that a student learns from: dense, frozen, on the student's device or sharded over its ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..eligible import eligible
-from ..oneshot.forward import outputs, replaced
+from ..oneshot.forward import modes_kept, outputs, replaced
 from ..oneshot.head import Head
 from ..oneshot.offload import Offload
-from ..oneshot.resources import is_out_of_memory, release
+from ..oneshot.resources import fits
 from ..oneshot.samples import Tree
 from ..ranks import is_dtensor
 
@@ -25,7 +26,6 @@ class Teacher:
     def __init__(self, model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
         check_dense(model)
         self.model, self.device, self.offload = model, device, offload
-        self._flags = {p: p.requires_grad for p in model.parameters()}
         self._weights = eligible(model, takes_frozen=True).weights if offload else []
         self._tensors = [*model.parameters(), *model.buffers()]
 
@@ -35,37 +35,26 @@ class Teacher:
 
         With ``offload`` its weights stay in main memory, and one block at a time is on the device.
         """
-        modes = {module: module.training for module in self.model.modules()}
         homes = {tensor: tensor.data for tensor in self._tensors}
-        try:
-            self.model.eval().requires_grad_(False)
-            if self.offload:
-                with Offload(self.model, self._weights, self.device).open():
-                    yield self
-            else:
-                if place:
+        with modes_kept(self.model):
+            try:
+                self.model.eval().requires_grad_(False)
+                if place and not self.offload:
                     self._place()
-                yield self
-        finally:
-            for tensor, home in homes.items():
-                if not is_dtensor(tensor):
-                    tensor.data = home
-            for parameter, flag in self._flags.items():
-                parameter.requires_grad_(flag)
-            for module, mode in modes.items():
-                module.training = mode
+                with Offload(self.model, self._weights, self.device).open() if self.offload else nullcontext():
+                    yield self
+            finally:
+                for tensor, home in homes.items():
+                    if not is_dtensor(tensor):
+                        tensor.data = home
 
     def _place(self) -> None:
-        try:
+        def move(device: torch.device) -> None:
             for tensor in self._tensors:
-                tensor.data = tensor.data.to(self.device)
+                tensor.data = tensor.data.to(device)
+
+        if fits(partial(move, self.device), self.device, partial(move, torch.device("cpu"))):
             return
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-        for tensor in self._tensors:  # outside of the handler, whose frames hold what was allocated
-            tensor.data = tensor.data.cpu()
-        release(self.device)
         num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         raise ValueError(
             f"the teacher needs {num_bytes / 2**30:.1f} GiB, more than {self.device} has left; --offload-teacher "

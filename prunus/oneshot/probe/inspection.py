@@ -14,7 +14,7 @@ from ..blocks import Stream, is_chain, is_near, seen_calls
 from ..calibration import Calibration
 from ..forward import requiring_grad
 from ..layers import weight_of
-from ..offload import Offload, counted_saves, gradients
+from ..offload import counted_saves, gradients
 from ..resources import FAILURES, is_out_of_memory, release
 from ..samples import Chunk, Samples, Stack, Tree, moved, num_tokens, repeated, rows, shortened
 from .objective import FORMS, Objective
@@ -108,32 +108,26 @@ def _observe(calibration: Calibration, loss: Callable[[Tree], Tensor], tree: Tre
     weights = [weight_of(holding[0]) for holding in modules.values()]
     with (
         torch.enable_grad(),
-        seen_calls(calibration.blocks) as blocks,
-        Taps(modules, 0, strict=False, on_call=lambda name: starts.setdefault(name, blocks.num_ended)).open() as taps,
+        seen_calls(calibration.blocks) as (called, ended),
+        Taps(modules, 0, strict=False, on_call=lambda name: starts.setdefault(name, len(ended))).open() as taps,
         requiring_grad(weights),  # taps detach them, so that a gradient is of another use
         counted_saves(calibration.model, calibration.offload) as saved,
     ):
         total = loss(tree)
         taps.recording = False
-        outputs, others = _gradients(total, [call.out for call in taps.calls], weights, calibration.offload)
+        if total.numel() != 1:
+            raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
+        inputs = [*(call.out for call in taps.calls), *weights]
+        found: list[Tensor | None] = [None] * len(inputs)
+        if total.requires_grad:
+            found = gradients(calibration.offload, total.sum(), inputs)
+        outputs, others = found[: len(taps.calls)], found[len(taps.calls) :]
     elsewhere = {name for name, gradient in zip(modules, others, strict=True) if gradient is not None}
     sketches: dict[str, list[list[Tensor]]] = {}
     for call, d in zip(taps.calls, outputs, strict=True):
         both = _sketches(call.x) + _sketches(torch.zeros_like(call.out) if d is None else d)
         sketches.setdefault(call.name, []).append(both)
-    return Seen(total.detach().reshape(()), blocks.order, starts, sketches, elsewhere, sum(saved))
-
-
-def _gradients(
-    total: Tensor, outputs: list[Tensor], weights: list[Tensor], offload: Offload | None
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of the outputs of all calls, and those that reach a weight in another way."""
-    if total.numel() != 1:
-        raise ValueError(f"the loss of a sample must be one number, got a tensor of shape {tuple(total.shape)}")
-    if not total.requires_grad:
-        return [None] * len(outputs), [None] * len(weights)
-    both = gradients(offload, total.sum(), outputs + weights)
-    return both[: len(outputs)], both[len(outputs) :]
+    return Seen(total.detach().reshape(()), called, starts, sketches, elsewhere, sum(saved))
 
 
 def _sketches(x: Tensor) -> list[Tensor]:

@@ -72,6 +72,7 @@ class Probed:
 Finished = Callable[[Sequence[str], Probed], None]
 
 
+@dataclass(eq=False)
 class Prober:
     """One probe of one model: the schedule over the engine's records.
 
@@ -79,22 +80,17 @@ class Prober:
     prune at the sparsity itself, which only tau ``target`` reads.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        probe: Probe,
-        candidates: Mapping[str, Tensor],
-        num_prune: Mapping[str, int],
-        undo: Originals,
-    ) -> None:
-        self.engine = engine
-        self.probe = probe
-        self.weights = engine.weights
-        self.num_prune = num_prune
-        self.undo = undo
-        self.found = Probed(candidates=dict(candidates))
-        sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
-        self.found.taus = {} if probe.tau == "target" else taus(probe.tau, sizes, probe.base)
+    engine: Engine
+    probe: Probe
+    candidates: Mapping[str, Tensor]
+    num_prune: Mapping[str, int]
+    undo: Originals
+
+    def __post_init__(self) -> None:
+        self.weights, self.found = self.engine.weights, Probed(candidates=dict(self.candidates))
+        if self.probe.tau != "target":
+            sizes = {name: weight.parameter.numel() for name, weight in self.weights.items()}
+            self.found.taus = taus(self.probe.tau, sizes, self.probe.base)
 
     def run(self, finished: Finished, done: Sequence[str] = ()) -> Probed:
         """Probe and prune; ``finished`` is called after every group. Groups whose weights are ``done`` are skipped."""
@@ -110,7 +106,7 @@ class Prober:
                 before, after = self.engine.records(names, [{}, self._reduced(names)])
                 for name in names:
                     where = self._where(name)
-                    self._keep_ratios(name, before[name][where], after[name][where])
+                    self.found.ratios[name] = ratios(before[name][where], after[name][where], self.probe.zero_gradient)
             self._decide(names)
             finished(names, self.found)
         return self.found
@@ -133,10 +129,7 @@ class Prober:
         with self.engine.reduced(where, self.probe.reduction), calibration.reading("gradients with candidates reduced"):
             (after,) = self.engine.records(names, [{}])
         for name in names:
-            self._keep_ratios(name, before[name], after[name][self._where(name)])
-
-    def _keep_ratios(self, name: str, before: Tensor, after: Tensor) -> None:
-        self.found.ratios[name] = ratios(before, after, self.probe.zero_gradient)
+            self.found.ratios[name] = ratios(before[name], after[name][self._where(name)], self.probe.zero_gradient)
 
     def _decide(self, names: Sequence[str]) -> None:
         q = [self.found.ratios[name].q for name in names]
