@@ -175,10 +175,11 @@ class MaskStore:
 
     def count(self) -> None:
         """Set ``num_kept`` and ``densities`` from the bits; collective if weights are sharded."""
-        numbers = []
-        for name, weight in self.weights.items():
-            here = int(bits.count(self.bits[name])) if name in self.bits else local(weight).numel()
-            numbers.append(here if name not in self.shards or self.shards[name].is_owner else 0)
+        here = {name: local(weight).numel() for name, weight in self.weights.items()}
+        masked = [name for name in here if name in self.bits]
+        counts = bits.count_each([self.bits[name] for name in masked], [here[name] for name in masked])
+        here |= dict(zip(masked, counts, strict=True))
+        numbers = [num if n not in self.shards or self.shards[n].is_owner else 0 for n, num in here.items()]
         if self.holders:
             numbers = self.holders.total(torch.tensor(numbers)).tolist()
         self.num_kept = sum(numbers)

@@ -85,13 +85,21 @@ class StepLrFactors:
     def __init__(self, optimizer: AdamWPrune, weights: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.factors = dict.fromkeys(weights, 1.0)
-        self._tensors = {n: torch.ones((), dtype=torch.float64, device=local(w).device) for n, w in weights.items()}
         self._weights = dict(weights)
+        by_device: dict[torch.device, list[str]] = {}
+        for name, weight in weights.items():
+            by_device.setdefault(local(weight).device, []).append(name)
+        # of each device the names, and their factors side by side
+        self._stored = [(ns, torch.ones(len(ns), dtype=torch.float64, device=d)) for d, ns in by_device.items()]
+        self._tensors = {
+            n: one for names, stored in self._stored for n, one in zip(names, stored.unbind(), strict=True)
+        }
 
     def set(self, factors: Mapping[str, float]) -> None:
         self.factors.update(factors)
-        for name, factor in factors.items():
-            self._tensors[name].fill_(factor)
+        for names, stored in self._stored:
+            new = torch.tensor([self.factors[name] for name in names], dtype=torch.float64)
+            stored.copy_(new.pin_memory() if stored.is_cuda else new, non_blocking=True)
 
     def attach(self) -> None:
         ours = {self._weights[name]: factor for name, factor in self._tensors.items()}

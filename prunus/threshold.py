@@ -87,14 +87,8 @@ def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
     masked = [source for source in sources if source.name in live]
     if not masked:
         return everything
-    masks = [live[source.name] for source in masked]
-    if masks[0].is_cuda:
-        from .ops._triton.cut import count_bits
-
-        numbers = torch.tensor(count_bits(masks, [source.numel for source in masked]))
-    else:
-        numbers = torch.stack([bits.count(mask) for mask in masks])
-    numbers = sums_of(masked).total(numbers.cpu() * torch.tensor(list(map(counts, masked))))
+    numbers = bits.count_each([live[source.name] for source in masked], [source.numel for source in masked])
+    numbers = sums_of(masked).total(torch.tensor(numbers) * torch.tensor(list(map(counts, masked))))
     return everything | dict(zip([source.name for source in masked], numbers.tolist(), strict=True))
 
 

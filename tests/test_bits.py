@@ -57,6 +57,14 @@ def test_bits_are_counted_as_defined_whatever_the_shape_and_the_order_in_memory(
         assert torch.equal(bits.count(given), bits.count_reference(given))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masks_are_counted_together_as_each_by_itself(device):
+    keeps = [drawn(size).to(device) for size in (1, 8, 1023, 20000)] + [torch.zeros(0, dtype=torch.bool, device=device)]
+    masks = [bits.pack(keep) for keep in keeps]
+    assert bits.count_each(masks, [len(keep) for keep in keeps]) == [int(keep.sum()) for keep in keeps]
+    assert bits.count_each([], []) == []
+
+
 @pytest.mark.parametrize("pieces", ["one piece", "many pieces"])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", SIZES)

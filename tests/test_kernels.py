@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from prunus.ops._triton import address_table, candidates  # noqa: E402
 from prunus.ops._triton import cut as driver  # noqa: E402
-from prunus.ops._triton.zero import zero_, zero_each_  # noqa: E402
+from prunus.ops._triton.packed import count_each, zero_, zero_each_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 1024  # small, so that little data makes many tiles
@@ -260,7 +260,7 @@ def test_a_descent_in_a_range_that_lacks_the_cut_widens(descents):
 def test_bits_of_many_masks_are_counted_by_one_launch():
     keeps = [torch.rand(numel) < 0.4 for numel in (1, 1024, 3001, 8, 0, 77)]
     masks = [bits.pack(keep).to(DEVICE) for keep in keeps]
-    found = driver.count_bits(masks, [len(keep) for keep in keeps], tile=TILE)
+    found = count_each(masks, [len(keep) for keep in keeps], tile=TILE)
     assert found == [int(keep.sum()) for keep in keeps]
 
 

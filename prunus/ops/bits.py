@@ -97,6 +97,15 @@ def count(bits: Tensor) -> Tensor:
     return torch.as_tensor(np.bitwise_count(words).sum(-1, dtype=np.int64))
 
 
+def count_each(masks: Sequence[Tensor], numels: Sequence[int]) -> list[int]:
+    """Set bits of packed masks of so many elements; on one GPU they are counted together."""
+    if masks and all(mask.is_cuda and mask.device == masks[0].device for mask in masks):
+        from ._triton.packed import count_each as kernel
+
+        return kernel(masks, numels)
+    return [int(count(mask)) for mask in masks]
+
+
 def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
     """Set to +0.0 the elements of ``tensor`` whose bit is not set, NaN and infinity too."""
     tensor.masked_fill_(~unpack(bits, tensor.shape), 0)
@@ -109,7 +118,7 @@ def zero_(tensor: Tensor, bits: Tensor) -> None:
     is exact for every value and several times faster than a masked fill.
     """
     if tensor.is_cuda and tensor.is_contiguous():
-        from ._triton.zero import zero_ as kernel
+        from ._triton.packed import zero_ as kernel
 
         kernel(words_of(tensor), bits)
     elif tensor.is_cpu and tensor.is_contiguous():
@@ -132,7 +141,7 @@ def zero_each_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         else:
             zero_(tensor, bits)
     for group in alike.values():
-        from ._triton.zero import zero_each_ as kernel
+        from ._triton.packed import zero_each_ as kernel
 
         kernel(group)
 

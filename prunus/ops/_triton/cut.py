@@ -12,15 +12,15 @@ from torch import Tensor
 from .. import bits
 from ..lazy import Lazy
 from . import cut_state as cs
-from .address_table import TILE, Table, made_table
+from .address_table import TILE, Table
 from .bracket import CLUSTER, bracket_kernel, coarse_kernel, fine_kernel, sample_kernel
 from .descent import count_kernel, pick_kernel, tally_kernel, write_kernel
 from .finish import decide_kernel, finish_kernel, split_kernel, spread_kernel
 from .launch import At, launch, launch_as
-from .one_pass import count_bits_kernel, pass_kernel
+from .one_pass import pass_kernel
 from .readable import Readable, readable
 
-__all__ = ["count_bits", "launch_cut", "readable"]
+__all__ = ["launch_cut", "readable"]
 
 SIGMAS = 4.0  # half width of the bracket in standard errors of independent samples; a miss costs time, not exactness
 BLOCK = 1024  # elements of a tile in registers at a time
@@ -78,16 +78,6 @@ def launch_cut(
     table = low.table(live, offsets, tile)
     out = torch.empty(offsets[-1], dtype=torch.uint8, device=table.rows.device)
     return by_one_pass(Cut(low, num_drop, num_live, table, out, offsets, tile), live)
-
-
-def count_bits(masks: Sequence[Tensor], numels: Sequence[int], tile: int = TILE) -> list[int]:
-    """Set bits of each of many packed masks, by one launch."""
-    rows = tuple((0, 0, 0, mask.data_ptr(), 0, numel, 0) for mask, numel in zip(masks, numels, strict=True))
-    t = made_table(rows, ((0.0,) * 4,) * len(rows), masks[0].device, tile)
-    totals = torch.zeros(len(rows), dtype=torch.int64, device=masks[0].device)
-    if t.num_tiles:
-        launch(count_bits_kernel, (t.num_tiles,), (t.rows, len(rows), totals), {"DEPTH": t.depth, "TILE": tile})
-    return totals.tolist()
 
 
 def offsets_of(sources: Sequence[Lazy]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The pass: one read of all that the scores read; and one of masks alone, to count them."""
+"""The pass: one read of all that the scores read."""
 
 import triton
 import triton.language as tl
@@ -81,16 +81,3 @@ def pass_kernel(
                     )  # fmt: skip
             tl.atomic_add(of_group + NUM_ABOVE, tl.sum(num_above).to(tl.int64), sem="relaxed")
         turn += TILE // 8
-
-
-@triton.jit(do_not_specialize=["num_tensors"])
-def count_bits_kernel(table, num_tensors, totals, DEPTH: tl.constexpr, TILE: tl.constexpr):
-    """Set bits of the masks of each tensor."""
-    tile = tl.program_id(0)
-    tensor = locate(table, num_tensors, tile, DEPTH)
-    row = table + tensor * COLUMNS
-    first = (tile - tl.load(row + FIRST)) * TILE
-    byte = tl.arange(0, TILE // 8)
-    mask = tl.load(row + LIVE).to(tl.pointer_type(tl.uint8)) + first // 8
-    bits = tl.load(mask + byte, mask=byte * 8 < tl.load(row + NUMEL) - first, other=0).to(tl.int32)
-    tl.atomic_add(totals + tensor, tl.sum(ones_in(bits)).to(tl.int64), sem="relaxed")
