@@ -72,9 +72,13 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     tensors: dict[str, Any] = get_model_state_dict(model, options=options)
-    if (dtype := dtype_of(model)) not in (torch.float16, torch.bfloat16):
-        return tensors
-    return {name: narrowed(each, dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+    if (dtype := dtype_of(model)) in (torch.float16, torch.bfloat16):
+        tensors = {name: narrowed(each, dtype) if each.is_floating_point() else each for name, each in tensors.items()}
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tensors:  # each name is gathered by itself; what is tied is to be stored once
+            tensors[name] = tensors[first.setdefault(parameter, name)]
+    return tensors
 
 
 def dtype_of(model: nn.Module) -> Any:

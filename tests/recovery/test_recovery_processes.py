@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("run_recovery.py")
 
@@ -41,6 +42,8 @@ def test_two_ranks_learn_what_one_does_and_go_on_after_a_kill(tmp_path, ranks_ho
     for ours, alone in zip(two["curve"], one["curve"], strict=True):
         assert ours[2] == pytest.approx(alone[2], rel=0.02)
     assert one["after"] < one["before"]
+    stored = [load_file(tmp_path / each / "out" / "model.safetensors").keys() for each in ("one", ranks_how)]
+    assert stored[0] == stored[1] and "lm_head.weight" not in stored[1]  # it is tied to the embedding
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1) == one["zeros"] - _tied(model)
 
