@@ -98,12 +98,8 @@ def stored(folder: Path, studies: Path) -> "Figure":
     figure = new_figure(5.2, "How small a model gets, and what that costs", about, below)
     axes = new_axes(figure, (0.6, 1.4, 5.95, 3.1))
     for family in FAMILIES:
-        points = family.points(arms)
-        if points:
-            places = [arm.bits * weights / 8e6 for arm in points], [100 * arm.loss for arm in points]
-            axes.plot(*places, "o", color=family.colour, markersize=5, clip_on=False)
-            style = DASHED if family.bits == 16 else "solid"
-            axes.plot(*places, color=family.colour, linestyle=style, linewidth=1.8, label=family.name)
+        if points := family.points(arms):
+            places = _draw(axes, family, points, weights / 8e6, 5, 1.8)
             _say(axes, family, points, places)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR / 2, linscale=LINEAR / 2)
@@ -114,6 +110,17 @@ def stored(folder: Path, studies: Path) -> "Figure":
     place = {"loc": (0.03, 0.115), "ncols": 3, "columnspacing": 1.6}
     figure.legend(handles=axes.lines[1::2], frameon=False, labelcolor="linecolor", fontsize=SMALL, **place)
     return figure
+
+
+def _draw(
+    axes: "Axes", family: Family, points: Sequence[Arm], scale: float, size: int, width: float
+) -> tuple[list[float], list[float]]:
+    """A curve with its points; where these are."""
+    places = [scale * arm.bits for arm in points], [100 * arm.loss for arm in points]
+    axes.plot(*places, "o", color=family.colour, markersize=size, clip_on=False)
+    style = DASHED if family.bits == 16 else "solid"
+    axes.plot(*places, color=family.colour, linestyle=style, linewidth=width, label=family.name)
+    return places
 
 
 def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
@@ -152,10 +159,7 @@ def _panel(axes: "Axes", model: BitsFigures) -> None:
     curves = [(family, family.points(model.arms)) for family in FAMILIES]
     for family, arms in curves:
         if arms:
-            style = DASHED if family.bits == 16 else "solid"
-            places = [arm.bits for arm in arms], [100 * arm.loss for arm in arms]
-            axes.plot(*places, "o", color=family.colour, markersize=4, clip_on=False)
-            axes.plot(*places, color=family.colour, linestyle=style, label=family.name)
+            _draw(axes, family, arms, 1.0, 4, 1.5)
             _label(axes, family, arms)
     shown = [arm for _, arms in curves for arm in arms]
     least, low, high = min(arm.bits for arm in shown), *(100 * end(arm.loss for arm in shown) for end in (min, max))

@@ -31,6 +31,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "num_attention_heads": 16, "vocab_size": 32_000}
 STORIES15M = {"hidden_size": 288, "intermediate_size": 768, "num_attention_heads": 6, "vocab_size": 32_000}
 WORKS = {"repair": [], "masks": ["--no-repair", "--score", "magnitude"]}  # options of the command
+WayName = Literal["prunus prune", "folder", "module"]
 GOALS = {"repair": 0.6, "masks": 0.4}  # memory as a share of the folder
 TIME_GOAL, RANKS_GOAL = 1.05, 1.7  # beside the model that is loaded whole, and one process beside two
 EVALUATED = 4  # windows that the command measures the model on
@@ -42,7 +43,7 @@ class Large(Benchmark):
 
     work: Literal["masks", "repair"] = "masks"  # masks by magnitude alone, or a repair by the solver
     blocks: tuple[int, ...] = (4, 8, 16, 37)  # of each folder
-    ways: tuple[str, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
+    ways: tuple[WayName, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
     windows: int = 32  # that calibrate
     length: int = 256  # tokens of each
     memory: str = "none"  # limit for activations of a repair, as 400MB
@@ -50,8 +51,6 @@ class Large(Benchmark):
     ranks: int = 1  # processes that divide a repair of stories15M's shape; with 1 that is not measured
 
     def measure(self) -> Measured:
-        if unknown := [way for way in self.ways if way not in WAYS]:
-            raise ValueError(f"--ways are {', '.join(WAYS)}, got {unknown[0]!r}")
         settings: dict[str, Any] = {"dtype": "float32", "sparsity": SPARSITY}
         if self.work == "repair" or self.ranks > 1:
             settings |= {"windows": self.windows, "length": self.length, "memory": self.memory}

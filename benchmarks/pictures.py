@@ -29,7 +29,7 @@ from .figures import ModelFigures, rows_of_study, runs_of_study
 from .repair_figures import read_figures
 from .repair_study import WAYS
 from .select import OURS
-from .summary import readme_parts
+from .summary import choices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -261,7 +261,8 @@ class Pictures:
     readme: Path = Path("README.md")  # page whose figures are written anew
 
     def run(self) -> None:
-        contents = {self.readme: filled(self.readme.read_text(), readme_parts(self.results, self.studies))}
+        parts = {"figures": choices(self.results, self.studies)}
+        contents = {self.readme: filled(self.readme.read_text(), parts)}
         for name, (figure, title) in figures(self.results, self.studies).items():
             contents[self.out / name] = themed(figure, title)
         self.out.mkdir(parents=True, exist_ok=True)
