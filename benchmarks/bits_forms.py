@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +63,8 @@ def quantised(
         yield theirs, seconds
         return
     read = batches if form.rounding != NEAREST else []
-    with plain_gptq() if form.rounding == GPTQ else nullcontext():
+    plain = mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
+    with plain if form.rounding == GPTQ else nullcontext():  # without the descent that follows GPTQ
         seconds, undo = timed(lambda: quantize_model(model, read, form.grid, has_mask), device)
     try:
         yield model, seconds
@@ -119,11 +120,6 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
             weight[where] = 0
 
     return undo
-
-
-def plain_gptq() -> AbstractContextManager[Any]:
-    """Without the descent that follows GPTQ."""
-    return mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
 
 
 # Other packages

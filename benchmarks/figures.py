@@ -245,18 +245,14 @@ def goals_table(
 # Cells of a way in the table of a model
 
 
-def steps_of(model: ModelFigures, way: str) -> str:
-    return joined({row["steps"] for row in model.rows_of(way) if row["steps"]}, ",")
-
-
-def rates_of(model: ModelFigures, way: str) -> str:
-    return joined({row["lr"] for row in model.rows_of(way) if "lr" in row}, "g")
-
-
 def seconds_of(model: ModelFigures, way: str) -> str:
     """The median; models that are loaded take none."""
     seconds = statistics.median(row["seconds"] for row in model.rows_of(way))
     return f"{seconds:.1f}" if seconds else ""
 
 
-LEARNING = {"steps": steps_of, "learning rate": rates_of, "s": seconds_of}
+LEARNING: dict[str, Callable[[ModelFigures, str], str]] = {
+    "steps": lambda model, way: joined({row["steps"] for row in model.rows_of(way) if row["steps"]}, ","),
+    "learning rate": lambda model, way: joined({row["lr"] for row in model.rows_of(way) if "lr" in row}, "g"),
+    "s": seconds_of,
+}
