@@ -1,7 +1,7 @@
 """Pages of models: what pruning left of one, and what it learned back from the dense one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,8 +58,12 @@ def pruned_page(folder: Path) -> Page:
     result = read_checked(folder / "result.json", PRUNED)
     rows, recovery, sizes = result["rows"], result.get("recovery"), result.get("sizes")
     metric = next((name for row in rows.values() for name in row if name not in ("sparsity", "parameters")), "metric")
-    has_zeros, sized = any(row["sparsity"] for row in rows.values()), {"parameters": _whole} if sizes else {}
-    shown = sized | ({"sparsity": "{:.2%}".format} if has_zeros or not sizes else {}) | {metric: _four_decimals}
+    shown: dict[str, Callable[[float | None], str]] = {}
+    if sizes:
+        shown["parameters"] = lambda value: "–" if value is None else f"{value:,.0f}"
+    if not sizes or any(row["sparsity"] for row in rows.values()):
+        shown["sparsity"] = "{:.2%}".format
+    shown[metric] = lambda value: "not finite" if value is None else f"{value:.4f}"
     cells = [[name, *(cell(row.get(key), text) for key, text in shown.items())] for name, row in rows.items()]
     table = NumberTable(SAME_DATA, ["model", *shown], cells)
     parts = [Section("held-out", "On held-out data", "", tables=[table])]
@@ -79,14 +83,6 @@ def pruned_page(folder: Path) -> Page:
     return Page(
         "shrunk model" if sizes else "pruned model", result["settings"]["model"], headline, cost, parts, notes=notes
     )
-
-
-def _whole(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _four_decimals(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
 
 
 def recovered_page(folder: Path) -> Page:
