@@ -114,7 +114,7 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     with open_tensors(folder) as tensors:
         config = read_config(folder, tensors)
         kind = class_of(config, folder)
-        model = _empty(kind, config, folder, tensors, device)
+        model = empty(kind, config, folder, tensors, device)
         if model is None:
             model = _converted(kind, config, folder, tensors)
         else:
@@ -273,7 +273,7 @@ def _all_configs(config: Any) -> Iterator[Any]:
             yield from _all_configs(inner)
 
 
-def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
+def empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
     """The model as its configuration says, its weights not initialised; None where transformers converts its files."""
     with in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
         outline = None
