@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from prunus.plot import Axes, Figure
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, percent, read_figures
 from .bits_forms import GROUPS
@@ -12,10 +13,6 @@ from .recover_figures import read_figures as read_recovered
 from .shrink_figures import LEARNED
 from .shrink_figures import read_figures as read_shrunk
 from .study import level_name, share_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DASHED = (0, (4, 3))
 LINEAR = 1.0  # percent up to which the axis is not logarithmic
@@ -81,7 +78,7 @@ def shrunk_arms(folder: Path, name: str) -> list[Arm]:
     return arms
 
 
-def stored(folder: Path, studies: Path) -> "Figure":
+def stored(folder: Path, studies: Path) -> Figure:
     """The picture of ``README.md``: what one model loses over the megabytes of its blocks, with words at the points."""
     model = next(model for model in read_figures(folder, studies) if model.figures.name == ORDER[0])
     arms = [arm for arm in model.arms if arm.form in PLAIN] + shrunk_arms(folder, model.figures.name)
@@ -113,7 +110,7 @@ def stored(folder: Path, studies: Path) -> "Figure":
 
 
 def _draw(
-    axes: "Axes", family: Family, points: Sequence[Arm], scale: float, size: int, width: float
+    axes: Axes, family: Family, points: Sequence[Arm], scale: float, size: int, width: float
 ) -> tuple[list[float], list[float]]:
     """A curve with its points; where these are."""
     places = [scale * arm.bits for arm in points], [100 * arm.loss for arm in points]
@@ -123,7 +120,7 @@ def _draw(
     return places
 
 
-def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
+def _say(axes: Axes, family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
     """What a point is, in words."""
     for arm, x, y in zip(points, *places, strict=True):
         key = arm.level or str(arm.num_bits)
@@ -136,7 +133,7 @@ def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list
             axes.annotate(f"{key} {what}{loss}", (x, y), shift, textcoords="offset points", **style)
 
 
-def bits(folder: Path, studies: Path) -> "Figure":
+def bits(folder: Path, studies: Path) -> Figure:
     """A panel for each model; a curve for each family."""
     models = [model for model in read_figures(folder, studies) if model.figures.name in ORDER]
     about = "what is added to the dense model's perplexity, over bits a weight of its blocks"
@@ -155,7 +152,7 @@ def bits(folder: Path, studies: Path) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", model: BitsFigures) -> None:
+def _panel(axes: Axes, model: BitsFigures) -> None:
     curves = [(family, family.points(model.arms)) for family in FAMILIES]
     for family, arms in curves:
         if arms:
@@ -174,7 +171,7 @@ def _panel(axes: "Axes", model: BitsFigures) -> None:
     axes.minorticks_off()
 
 
-def _label(axes: "Axes", family: Family, arms: Sequence[Arm]) -> None:
+def _label(axes: Axes, family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
     for arm in arms if family.bits != 16 and family.colour != MOSS else ():
         text = level_name(arm.level) if arm.level else str(arm.num_bits)

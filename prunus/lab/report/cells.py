@@ -198,17 +198,16 @@ def _read_study(folder: Path) -> Source:
     if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
         notes = ["The folder holds no runs, so there are no curves."]
     path = folder / "study_result.json"
-    result = read_checked(path, STUDY_RESULT) if path.is_file() else {}
     if path.is_file():
-        rows = [_row(row) for row in result["rows"]]
-        notes = _problems(result, cells) + notes
+        result = read_checked(path, STUDY_RESULT)
+        rows, notes = [_row(row) for row in result["rows"]], _problems(result, cells) + notes
+        # runs that arms share are counted once
+        num_open = result["num_runs"] - result["num_finished"] - len(result["failed"])
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
-    planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
-    num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
-    if "num_runs" in result:  # which counts runs that arms share once
-        num_open = result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
+        planned = sum(len(arm["cells"]) for arm in study["arms"])
+        num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
     return Source(folder.resolve().name, "study", _in_order(cells, study), rows, study, notes, num_open)
 
 
