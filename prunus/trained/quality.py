@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..files.one_line import in_one_line
 from ..oneshot.by_block import BY_BLOCK, by_block, model_blocks
 from ..oneshot.disk_offload import opened
 from ..oneshot.distance import output_of
@@ -183,12 +184,10 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
         return {name: array[chunk.rows] for name, array in rows.items()}
 
     def returned(chunk: Chunk) -> Any:
-        try:
-            with wide_products(device, model):
-                return model(**{name: array.to(device) for name, array in part(chunk).items()})
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{type(model).__name__} cannot read samples of {', '.join(rows)}: {reason}") from error
+        odd = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+        what = f"{type(model).__name__} cannot read samples of {', '.join(rows)}"
+        with in_one_line(what, *odd), wide_products(device, model):
+            return model(**{name: array.to(device) for name, array in part(chunk).items()})
 
     model.eval()
     try:
