@@ -14,6 +14,7 @@ from torch import nn
 from prunus.eligible import eligible
 from prunus.grids import grid_of
 from prunus.oneshot import quantize, quantize_step
+from prunus.oneshot.originals import Originals
 from prunus.ops.grid import Grid
 
 from .clocks import timed
@@ -90,15 +91,14 @@ def stored_bits(model: nn.Module, has_mask: bool, others: Grid | None = None) ->
 @torch.no_grad()
 def in_bfloat16(model: nn.Module) -> Iterator[nn.Module]:
     """The weights of the blocks are rounded to bfloat16; afterwards they are as before."""
-    weights = [weight.parameter for weight in eligible(model).weights]
-    before = [weight.clone() for weight in weights]
-    for weight in weights:
-        weight.copy_(weight.bfloat16())
+    originals = Originals()
+    for weight in eligible(model).weights:
+        originals.save_all(weight.parameter)
+        weight.parameter.copy_(weight.parameter.bfloat16())
     try:
         yield model
     finally:
-        for weight, old in zip(weights, before, strict=True):
-            weight.copy_(old)
+        originals.restore_()
 
 
 @torch.no_grad()
