@@ -126,10 +126,7 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
 
 
 def _by_llmcompressor(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-
-    recipe = GPTQModifier(scheme="W4A16", targets=["Linear"], ignore=["re:.*lm_head"])
-    their_oneshot(model, batches[0], recipe, "sequential")
+    their_oneshot(model, batches[0], "GPTQModifier", scheme="W4A16")
     return model
 
 

@@ -124,11 +124,7 @@ def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: 
 
 def _give_memory_(model: nn.Module, device: torch.device) -> None:
     """Empty memory for every parameter that has none; those that are one stay one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    empty = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            empty = torch.empty_like(parameter, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
