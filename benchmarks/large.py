@@ -21,8 +21,10 @@ import torch
 
 import prunus
 from prunus.cli import main
+from prunus.export.convert import check_same
+from prunus.files.one_line import in_one_line
 from prunus.files.reader import open_tensors
-from prunus.ops.bits import words_of
+from prunus.files.sparse_file import from_files
 from prunus.ops.machine import said_by_linux
 from prunus.trained.data import drawn
 
@@ -103,7 +105,7 @@ def make_folder(folder: Path, shape: dict[str, int], blocks: int) -> Path:
 
 
 def measure_memory(call: Call, place: Path, work: str, blocks: Sequence[int], ways: Sequence[str]) -> list[Row]:
-    """A row for each number of blocks and way; RuntimeError unless all ways write the same bits."""
+    """A row for each number of blocks and way; ValueError unless all ways write the same bits."""
     small, rows = make_folder(place / "small", SMALL, 5), []
     least = {way: call.run(way, work, small, place / f"small_{way.split()[0]}")[0]["peak_mb"] for way in ways}
     for num in blocks:
@@ -139,16 +141,12 @@ def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
 
 
 def same_bits(folders: Sequence[Path]) -> None:
-    """RuntimeError unless all folders hold the same tensors."""
+    """ValueError unless all folders hold the same tensors."""
     first, *others = folders
-    for other in others:
-        with open_tensors(first) as ours, open_tensors(other) as theirs:
-            names = ours.homes.keys()
-            if theirs.homes.keys() != names:
-                raise RuntimeError(f"{first} and {other} hold different tensors, so no figure is reported")
-            for name in names:
-                if not torch.equal(words_of(ours.read(name)), words_of(theirs.read(name))):
-                    raise RuntimeError(f"{name} differs between {first} and {other}, so no figure is reported")
+    with open_tensors(first) as tensors:
+        for other in others:
+            with in_one_line(f"{first} and {other} are not the same, so no figure is reported", ValueError):
+                check_same(from_files(tensors), other)
 
 
 # In the process of a call

@@ -136,9 +136,7 @@ def _by_their_functions(model: nn.Module, windows: Tensor) -> None:
         layer.get_parameter("weight").data = theirs.sparsify_weight(layer, scalars, SPARSITY, 0, 0)
 
 
-def their_oneshot(
-    model: nn.Module, windows: Tensor, modifier: str, pipeline: str = "sequential", **how: Any
-) -> None:
+def their_oneshot(model: nn.Module, windows: Tensor, modifier: str, pipeline: str = "sequential", **how: Any) -> None:
     """Change a Hugging Face model in place as users of llmcompressor do, on windows (num, length) of tokens.
 
     The pipeline is its own default for most modifiers: block after block.
