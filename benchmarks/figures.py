@@ -210,10 +210,6 @@ class Goal:
     is_share: bool = False
 
     @property
-    def title(self) -> str:
-        return f"{self.model}, {level_name(self.level)}"
-
-    @property
     def wish(self) -> str:
         if not self.is_share:
             return f"{self.value:.1%}" if self.value < 1 else f"{self.value:g}"
@@ -237,7 +233,7 @@ def goals_table(
 ) -> str:
     """A line for each goal, of the model's figures where there are some: its cells, the goal and the outcome."""
     by_name = {model.name: model for model in models}
-    lines = [[goal.title, *line(goal, by_name.get(goal.model))] for goal in goals]
+    lines = [[f"{goal.model}, {level_name(goal.level)}", *line(goal, by_name.get(goal.model))] for goal in goals]
     headings = ["model and level", *headings, "goal", "outcome"]
     return markdown_table(headings, lines, words=(*words, len(headings) - 1))
 

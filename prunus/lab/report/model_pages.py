@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from ...plot import layers_svg
+from ..run_files import RunFiles
 from ..schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, Spec
-from .cells import read_checked
 from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, in_words, line_trace
 from .numbers import duration, memory, number, plain
 from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, Trace, axis, cell, layout
@@ -55,7 +55,7 @@ SQUARES = " If outputs are not logits, the mean square of their difference stand
 
 def pruned_page(folder: Path) -> Page:
     """The figures of a pruned or shrunk model and a picture of its layers; in between its recovery, if it had one."""
-    result = read_checked(folder / "result.json", PRUNED)
+    result = RunFiles(folder).load_checked("result.json", PRUNED)
     rows, recovery, sizes = result["rows"], result.get("recovery"), result.get("sizes")
     metric = next((name for row in rows.values() for name in row if name not in ("sparsity", "parameters")), "metric")
     shown: dict[str, Callable[[float | None], str]] = {}
@@ -87,7 +87,7 @@ def pruned_page(folder: Path) -> Page:
 
 def recovered_page(folder: Path) -> Page:
     """What a recovery did: its curve, its figures and its settings."""
-    record = RecoveryRecord(read_checked(folder / RECOVERY_FILE, RECOVERY))
+    record = RecoveryRecord(RunFiles(folder).load_checked(RECOVERY_FILE, RECOVERY))
     columns = ["model", *(NAMES[metric] for metric in record.metrics)]
     rows = [[name, *(cell(value_of(one, m)) for m in record.metrics)] for name, one in record.models.items()]
     tables = [NumberTable(SAME_DATA, columns, rows)]
