@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.machine import wait_for
 from ..data import TokenData
 from ..run import Run
-from ..tracking import environment
+from ..tracking import environment, timed
 from ..trainer import Training
 from .parts import PartClock, Peaks, due_events, event_step, instrument, not_apart, plain_step, seek_event, watched
 
@@ -88,10 +87,8 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     progress("start")
     started = time.perf_counter()
     training = Training(run)
-    built = time.perf_counter()
-    training.train_step()  # in which the pruner checks what it was given
-    wait_for(training.device)
-    startup = {"build": built - started, "first step": time.perf_counter() - built}
+    startup = {"build": time.perf_counter() - started}
+    startup["first step"], _ = timed(training.train_step, training.device)  # in which the pruner checks its arguments
     due = to_the_middle(training, window.before - 1)
     progress("steps")
     seconds, loss = _median_seconds(training, window.measured)
@@ -145,11 +142,8 @@ def _median_seconds(training: Training, num: int) -> tuple[float, float]:
     size = num if training.device.type == "cuda" else max(1, num // STRETCHES)
     seconds, loss = [], 0.0
     for _ in range(num // size):
-        wait_for(training.device)
-        started = time.perf_counter()
-        losses = [plain_step(training) for _ in range(size)]
-        wait_for(training.device)
-        seconds.append((time.perf_counter() - started) / size)
+        took, losses = timed(lambda: [plain_step(training) for _ in range(size)], training.device)
+        seconds.append(took / size)
         loss = float(losses[-1])
     return statistics.median(seconds), loss
 
@@ -170,11 +164,7 @@ def _busy(training: Training, num: int) -> float | None:
     if training.device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        started = time.perf_counter()
-        for _ in range(num):
-            plain_step(training)
-        wait_for(training.device)
-        seconds = time.perf_counter() - started
+        seconds, _ = timed(lambda: [plain_step(training) for _ in range(num)], training.device)
     on_gpu = [kernel for kernel in recorded.key_averages() if kernel.device_type == torch.autograd.DeviceType.CUDA]
     return min(1.0, sum(kernel.self_device_time_total for kernel in on_gpu) / 1e6 / seconds)
 
