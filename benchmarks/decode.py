@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prunus.grids import OnGrid, grid_of, put_on_grid_
+from prunus.lab.profile.measure import bytes_held
 from prunus.oneshot.shrink import Shrinking
 from prunus.oneshot.structured import UNIT_SCORES
 from prunus.oneshot.widths import Wanted
@@ -98,7 +99,7 @@ class Decode(Benchmark):
         for model in (model for zeros, model in models.items() if zeros.partition("%")[1]):
             sparsify_again(model, batch)
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
-        bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
+        bytes_of = {zeros: bytes_held([*m.parameters(), *m.buffers()], ids.device) for zeros, m in models.items()}
         for zeros, (first, prompt, step) in times.items():
             layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear, Int4Linear))]
             yield {
@@ -225,12 +226,6 @@ def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: TokenClock
     return write
 
 
-def model_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers, views of one tensor counted once."""
-    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 # Shrunk models
 
 
@@ -274,7 +269,7 @@ class ShrunkSpeed(Benchmark):
 
     def _rows(self, models: dict[str, Any], way: str, ids: Tensor) -> Iterator[Row]:
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
-        bytes_of = {name: model_bytes(model) for name, model in models.items()}
+        bytes_of = {name: bytes_held([*m.parameters(), *m.buffers()], ids.device) for name, m in models.items()}
         for name, (_, _, step) in times.items():
             faster, promised = times["dense"][2] / step, bytes_of["dense"] / bytes_of[name]
             row = {"way": way, "model": name, "batch": len(ids), "tokens_s": len(ids) / step, "times_faster": faster}

@@ -199,15 +199,15 @@ def steady_bytes(training: Training) -> dict[str, int]:
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sizes = {
-        "weights": _bytes([*training.model.parameters(), *training.model.buffers()], training.device),
-        "moments": _bytes(moments, training.device),
-        "masks": _bytes(pruner.masks.packed.values() if pruner else (), training.device),
-        "movement": _bytes(pruner.state_dict()["movement"].values() if pruner else (), training.device),
+        "weights": bytes_held([*training.model.parameters(), *training.model.buffers()], training.device),
+        "moments": bytes_held(moments, training.device),
+        "masks": bytes_held(pruner.masks.packed.values() if pruner else (), training.device),
+        "movement": bytes_held(pruner.state_dict()["movement"].values() if pruner else (), training.device),
     }
     return {name: size for name, size in sizes.items() if size}
 
 
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+def bytes_held(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the storages under the tensors on this device, each counted once."""
     there = [t.untyped_storage() for t in tensors if t.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
