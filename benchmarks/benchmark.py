@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunus.export.huggingface import default_dtype
 from prunus.files.json_file import write_json
 from prunus.lab.study.tables import markdown_table, measured_on
 from prunus.lab.tracking import commit, environment, machine
@@ -84,14 +85,9 @@ def random_llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**shape, num_hidden_layers=blocks, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-    before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model: Any = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.bfloat16), device:
+        model: Any = LlamaForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
     return model.to(place or device), torch.randint(0, config.vocab_size, size, device=device).to(place or device)
 
@@ -123,8 +119,7 @@ class RecordTable:
     below: Callable[[Record], str] = lambda record: ""
 
     def __call__(self, record: Record) -> str:
-        settings, made = record["settings"], record["environment"]
-        origin = f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
+        settings = record["settings"]
         values = [
             f"{name.replace('_', ' ')} {value:{form}}"
             for name, value in settings.items()
@@ -134,7 +129,13 @@ class RecordTable:
         note = f"\n\n{settings['note']}" if "note" in settings else ""
         rows = [row | self.more(row, record) for row in record["rows"]]
         table = table_of(rows, self.columns) if self.columns else ""
-        return f"{origin}\n\n{'; '.join(values)}{note}\n\n{table}{self.below(record)}\n"
+        return f"{origin_of(record)}\n\n{'; '.join(values)}{note}\n\n{table}{self.below(record)}\n"
+
+
+def origin_of(record: Record) -> str:
+    """Machine, versions, day and file."""
+    made = record["environment"]
+    return f"{measured_on(made)}; {record['date']}, commit {made['commit']}; `{record['file']}`"
 
 
 def table_of(rows: Sequence[Row], columns: str) -> str:

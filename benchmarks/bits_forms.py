@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from prunus.eligible import eligible
 from prunus.grids import grid_of
 from prunus.oneshot import quantize, quantize_step
+from prunus.oneshot.originals import Originals
 from prunus.ops.grid import Grid
 
 from .clocks import timed
@@ -63,7 +64,8 @@ def quantised(
         yield theirs, seconds
         return
     read = batches if form.rounding != NEAREST else []
-    with plain_gptq() if form.rounding == GPTQ else nullcontext():
+    plain = mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
+    with plain if form.rounding == GPTQ else nullcontext():  # without the descent that follows GPTQ
         seconds, undo = timed(lambda: quantize_model(model, read, form.grid, has_mask), device)
     try:
         yield model, seconds
@@ -89,15 +91,14 @@ def stored_bits(model: nn.Module, has_mask: bool, others: Grid | None = None) ->
 @torch.no_grad()
 def in_bfloat16(model: nn.Module) -> Iterator[nn.Module]:
     """The weights of the blocks are rounded to bfloat16; afterwards they are as before."""
-    weights = [weight.parameter for weight in eligible(model).weights]
-    before = [weight.clone() for weight in weights]
-    for weight in weights:
-        weight.copy_(weight.bfloat16())
+    originals = Originals()
+    for weight in eligible(model).weights:
+        originals.save_all(weight.parameter)
+        weight.parameter.copy_(weight.parameter.bfloat16())
     try:
         yield model
     finally:
-        for weight, old in zip(weights, before, strict=True):
-            weight.copy_(old)
+        originals.restore_()
 
 
 @torch.no_grad()
@@ -121,19 +122,11 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
     return undo
 
 
-def plain_gptq() -> AbstractContextManager[Any]:
-    """Without the descent that follows GPTQ."""
-    return mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
-
-
 # Other packages
 
 
 def _by_llmcompressor(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-
-    recipe = GPTQModifier(scheme="W4A16", targets=["Linear"], ignore=["re:.*lm_head"])
-    their_oneshot(model, batches[0], recipe, "sequential")
+    their_oneshot(model, batches[0], "GPTQModifier", scheme="W4A16")
     return model
 
 

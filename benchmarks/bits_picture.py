@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from prunus.plot import Axes, Figure
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, percent, read_figures
 from .bits_forms import GROUPS
@@ -12,10 +13,6 @@ from .recover_figures import read_figures as read_recovered
 from .shrink_figures import LEARNED
 from .shrink_figures import read_figures as read_shrunk
 from .study import level_name, share_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DASHED = (0, (4, 3))
 LINEAR = 1.0  # percent up to which the axis is not logarithmic
@@ -81,7 +78,7 @@ def shrunk_arms(folder: Path, name: str) -> list[Arm]:
     return arms
 
 
-def stored(folder: Path, studies: Path) -> "Figure":
+def stored(folder: Path, studies: Path) -> Figure:
     """The picture of ``README.md``: what one model loses over the megabytes of its blocks, with words at the points."""
     model = next(model for model in read_figures(folder, studies) if model.figures.name == ORDER[0])
     arms = [arm for arm in model.arms if arm.form in PLAIN] + shrunk_arms(folder, model.figures.name)
@@ -98,12 +95,8 @@ def stored(folder: Path, studies: Path) -> "Figure":
     figure = new_figure(5.2, "How small a model gets, and what that costs", about, below)
     axes = new_axes(figure, (0.6, 1.4, 5.95, 3.1))
     for family in FAMILIES:
-        points = family.points(arms)
-        if points:
-            places = [arm.bits * weights / 8e6 for arm in points], [100 * arm.loss for arm in points]
-            axes.plot(*places, "o", color=family.colour, markersize=5, clip_on=False)
-            style = DASHED if family.bits == 16 else "solid"
-            axes.plot(*places, color=family.colour, linestyle=style, linewidth=1.8, label=family.name)
+        if points := family.points(arms):
+            places = _draw(axes, family, points, weights / 8e6, 5, 1.8)
             _say(axes, family, points, places)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR / 2, linscale=LINEAR / 2)
@@ -116,7 +109,18 @@ def stored(folder: Path, studies: Path) -> "Figure":
     return figure
 
 
-def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
+def _draw(
+    axes: Axes, family: Family, points: Sequence[Arm], scale: float, size: int, width: float
+) -> tuple[list[float], list[float]]:
+    """A curve with its points; where these are."""
+    places = [scale * arm.bits for arm in points], [100 * arm.loss for arm in points]
+    axes.plot(*places, "o", color=family.colour, markersize=size, clip_on=False)
+    style = DASHED if family.bits == 16 else "solid"
+    axes.plot(*places, color=family.colour, linestyle=style, linewidth=width, label=family.name)
+    return places
+
+
+def _say(axes: Axes, family: Family, points: Sequence[Arm], places: tuple[list[float], list[float]]) -> None:
     """What a point is, in words."""
     for arm, x, y in zip(points, *places, strict=True):
         key = arm.level or str(arm.num_bits)
@@ -129,7 +133,7 @@ def _say(axes: "Axes", family: Family, points: Sequence[Arm], places: tuple[list
             axes.annotate(f"{key} {what}{loss}", (x, y), shift, textcoords="offset points", **style)
 
 
-def bits(folder: Path, studies: Path) -> "Figure":
+def bits(folder: Path, studies: Path) -> Figure:
     """A panel for each model; a curve for each family."""
     models = [model for model in read_figures(folder, studies) if model.figures.name in ORDER]
     about = "what is added to the dense model's perplexity, over bits a weight of its blocks"
@@ -148,14 +152,11 @@ def bits(folder: Path, studies: Path) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", model: BitsFigures) -> None:
+def _panel(axes: Axes, model: BitsFigures) -> None:
     curves = [(family, family.points(model.arms)) for family in FAMILIES]
     for family, arms in curves:
         if arms:
-            style = DASHED if family.bits == 16 else "solid"
-            places = [arm.bits for arm in arms], [100 * arm.loss for arm in arms]
-            axes.plot(*places, "o", color=family.colour, markersize=4, clip_on=False)
-            axes.plot(*places, color=family.colour, linestyle=style, label=family.name)
+            _draw(axes, family, arms, 1.0, 4, 1.5)
             _label(axes, family, arms)
     shown = [arm for _, arms in curves for arm in arms]
     least, low, high = min(arm.bits for arm in shown), *(100 * end(arm.loss for arm in shown) for end in (min, max))
@@ -170,7 +171,7 @@ def _panel(axes: "Axes", model: BitsFigures) -> None:
     axes.minorticks_off()
 
 
-def _label(axes: "Axes", family: Family, arms: Sequence[Arm]) -> None:
+def _label(axes: Axes, family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
     for arm in arms if family.bits != 16 and family.colour != MOSS else ():
         text = level_name(arm.level) if arm.level else str(arm.num_bits)

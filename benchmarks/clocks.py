@@ -6,24 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from prunus.lab.tracking import peak_memory, reset_peak_memory
-from prunus.ops.machine import said_by_linux, wait_for
+from prunus.lab.tracking import peak_memory, reset_peak_memory, timed
+from prunus.ops.machine import said_by_linux
 
-Result = TypeVar("Result")
 QUEUED = 10  # calls that are queued on a GPU and timed together
-
-
-def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Seconds of a call that begins and ends with nothing under way on the device, and what it returned."""
-    wait_for(device)
-    started = time.perf_counter()
-    result = work()
-    wait_for(device)
-    return time.perf_counter() - started, result
 
 
 def median_ms(

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from prunus.grids import OnGrid, grid_of, put_on_grid_
+from prunus.lab.profile.measure import bytes_held
 from prunus.oneshot.shrink import Shrinking
 from prunus.oneshot.structured import UNIT_SCORES
 from prunus.oneshot.widths import Wanted
@@ -56,7 +58,7 @@ SMALLER = {
 }  # goals of the memory of the whole model over dense
 WAYS = {"decoder": "decoder", "compiled": "decoder, compiled", "generate": "generate"}
 WAYS |= {"static": "generate, static cache"}
-WayName = Literal["decoder", "compiled", "generate", "static"]
+WayName = Literal[tuple(WAYS)]  # pyrefly: ignore[invalid-literal]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,6 @@ class Decode(Benchmark):
     zeros: tuple[str, ...] = ("50%", "80%", "50%, 4 bits", "80%, 4 bits", "int4")
     batches: tuple[int, ...] = (1, 4, 8, 16)  # texts at a time
     ways: tuple[WayName, ...] = ("decoder", "compiled")  # to run the model
-    generate_batches: tuple[int, ...] = (1,)  # those of batches that generate and static are run with
     new_tokens: int = 136  # of each text
     repeat: int = 3  # rounds that the median is taken over
     device: str = "cuda"  # cpu or cuda
@@ -82,11 +83,10 @@ class Decode(Benchmark):
         rows: list[Row] = []
         for batch in self.batches:  # layers are packed anew for each
             for way in self.ways:
-                if not WAYS[way].startswith("decoder") and batch not in self.generate_batches:
+                if not WAYS[way].startswith("decoder") and batch > 1:  # model.generate has goals for one text alone
                     continue
-                for row in (
-                    row for some in in_turns_with(models, way) for row in self._rows(some, WAYS[way], ids[:batch])
-                ):
+                turns = in_turns_with(models, way)
+                for row in chain.from_iterable(self._rows(some, WAYS[way], ids[:batch]) for some in turns):
                     speed = f"{row['tokens_s']:,.0f} tokens/s, {row['times_faster']:.2f} times faster than dense"
                     print(f"{row['way']}, zeros {row['zeros']}, batch {batch}: {speed}", flush=True)
                     rows.append(row)
@@ -99,7 +99,7 @@ class Decode(Benchmark):
         for model in (model for zeros, model in models.items() if zeros.partition("%")[1]):
             sparsify_again(model, batch)
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
-        bytes_of = {zeros: model_bytes(model) for zeros, model in models.items()}
+        bytes_of = {zeros: bytes_held([*m.parameters(), *m.buffers()], ids.device) for zeros, m in models.items()}
         for zeros, (first, prompt, step) in times.items():
             layers = [m for m in models[zeros].modules() if isinstance(m, (SparseLinear, torch.nn.Linear, Int4Linear))]
             yield {
@@ -133,27 +133,23 @@ def in_turns_with(models: dict[str, Any], way: str) -> Iterator[dict[str, Any]]:
 
 @torch.no_grad()
 def pruned_model(dense: Any, zeros: str) -> Any:
-    """A copy with random zeros in all linear layers but the head, and with what is kept in 4 bits if that is asked."""
+    """A copy with random zeros in all linear layers but the head, and with what is kept in 4 bits if that is asked.
+
+    With "int4" these layers are torch's own dense int4.
+    """
     model, (share, _, bits) = deepcopy(dense), zeros.partition("%")
-    if zeros == "int4":
-        return int4_(model)
     generator = torch.Generator(model.device).manual_seed(1)
-    for layer in chosen(model, exclude="lm_head*").values():
+    for name, layer in chosen(model, exclude="lm_head*").items():
         weight = linear_weight(layer)
+        if zeros == "int4":
+            model.set_submodule(name, Int4Linear(*rounded_to_grid(weight)))
+            continue
         draw = torch.rand(weight.shape, generator=generator, device=weight.device)
         weight.masked_fill_(draw < float(share) / 100, 0)
         if bits:
             rounded, scales = rounded_to_grid(weight)
             weight.copy_(rounded)
             put_on_grid_(layer, "weight", OnGrid(Grid(4), scales))
-    return model
-
-
-def int4_(model: Any) -> Any:
-    """The same with torch's own dense int4 in all linear layers but the head."""
-    for name, layer in chosen(model, exclude="lm_head*").items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, Int4Linear(*rounded_to_grid(linear_weight(layer))))
     return model
 
 
@@ -230,12 +226,6 @@ def writer(model: Any, way: str, ids: Tensor, new_tokens: int, clock: TokenClock
     return write
 
 
-def model_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers, views of one tensor counted once."""
-    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 # Shrunk models
 
 
@@ -280,7 +270,7 @@ class ShrunkSpeed(Benchmark):
 
     def _rows(self, models: dict[str, Any], way: str, ids: Tensor) -> Iterator[Row]:
         times = step_times(models, way, ids, self.new_tokens, self.repeat)
-        bytes_of = {name: model_bytes(model) for name, model in models.items()}
+        bytes_of = {name: bytes_held([*m.parameters(), *m.buffers()], ids.device) for name, m in models.items()}
         for name, (_, _, step) in times.items():
             faster, promised = times["dense"][2] / step, bytes_of["dense"] / bytes_of[name]
             row = {"way": way, "model": name, "batch": len(ids), "tokens_s": len(ids) / step, "times_faster": faster}

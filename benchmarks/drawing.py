@@ -3,13 +3,9 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from prunus.plot import check_matplotlib, svg
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from prunus.plot import Axes, Figure, check_matplotlib, svg
 
 COLOURS = {  # light: dark
     (PAPER := "#ffffff"): "#0d1117",
@@ -25,7 +21,7 @@ COLOURS = {  # light: dark
 SMALL = 8.5  # points
 
 
-def themed(figure: "Figure", title: str) -> str:
+def themed(figure: Figure, title: str) -> str:
     """A figure as SVG that is readable on light and dark pages: in the dark its colours are those of ``COLOURS``."""
     rules = "".join(
         f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
@@ -38,7 +34,7 @@ def themed(figure: "Figure", title: str) -> str:
     return text.replace("</style>", f"@media (prefers-color-scheme:dark){{{rules}}}</style>", 1)
 
 
-def new_figure(height: float, title: str, about: str, below: str = "") -> "Figure":
+def new_figure(height: float, title: str, about: str, below: str = "") -> Figure:
     """A figure with a title, what it shows, and a note at its foot."""
     check_matplotlib()
     from matplotlib import figure
@@ -51,7 +47,7 @@ def new_figure(height: float, title: str, about: str, below: str = "") -> "Figur
     return drawn
 
 
-def new_axes(figure: "Figure", box: tuple[float, float, float, float], grid: Literal["x", "y"] | None = "y") -> "Axes":
+def new_axes(figure: Figure, box: tuple[float, float, float, float], grid: Literal["x", "y"] | None = "y") -> Axes:
     """Axes at a place in inches, left, bottom, width and height: without a frame, but with lines of a grid."""
     width, height = figure.get_size_inches()
     axes = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height), facecolor="none")

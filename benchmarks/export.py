@@ -56,22 +56,15 @@ class Packing:
     most_bytes: int | None = None  # of the weight that it is timed on
 
 
-def bits_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    packed = nonzero(tensor)
-    return packed, compact(tensor, packed)
-
-
-def boolean_and_values(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask of a byte a weight, in a line of torch."""
-    mask = tensor != 0
-    return mask, tensor[mask]
-
-
 def ways(path: Path, device: torch.device) -> dict[str, Packing]:
     found = {
-        "prunus: bits and values": Packing(bits_and_values, lambda p, like: expand(p[1], p[0], like.shape)),
+        "prunus: bits and values": Packing(
+            lambda tensor: (bits := nonzero(tensor), compact(tensor, bits)),
+            lambda packed, like: expand(packed[1], packed[0], like.shape),
+        ),
         "torch: boolean index, masked_scatter": Packing(
-            boolean_and_values, lambda p, like: torch.zeros_like(like).masked_scatter_(*p)
+            lambda tensor: (mask := tensor != 0, tensor[mask]),
+            lambda packed, like: torch.zeros_like(like).masked_scatter_(*packed),
         ),
         "gzip, level 1": Packing(
             lambda tensor: gzip.compress(words_of(tensor).view(torch.uint8).numpy().data, 1),

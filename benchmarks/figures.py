@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from prunus.files.json_file import read_json
-from prunus.lab.study.tables import markdown_table, measured_on
+from prunus.lab.study.tables import markdown_table
 
-from .benchmark import Record, Row, all_records
+from .benchmark import Record, Row, all_records, origin_of
 from .study import SLIGHT, finite, gains, level_name, share_of
 
 MODELS = ("stories15M", "SmolLM2-135M", "ResNet-20", "GPT-51M")  # in the order of the pages; others follow
@@ -129,9 +129,7 @@ class ModelFigures:
         about += f"{first}Calibrated on {settings['samples']} {unit}{learning}, {seeds} {numbers}; "
         about += f"{self.metric} on {settings['held_out']:,} held-out {unit}.{last}"
         origins = "\n".join(
-            f"{number}. {measured_on(record['environment'])}; {record['date']}, commit "
-            f"{record['environment']['commit']}; `{record['file']}`"
-            + (f"; {record['settings']['note']}" if "note" in record["settings"] else "")
+            "; ".join(filter(None, (f"{number}. {origin_of(record)}", record["settings"].get("note"))))
             for number, record in enumerate(self.records, 1)
         )
         return f"### {self.name}\n\n{about}\n\n{origins}\n\n{table}\n"
@@ -186,9 +184,9 @@ def outcome_of(gains: Sequence[float]) -> str:
 
 
 def rows_of_study(folder: Path) -> dict[tuple[str, float], Row]:
-    """The figures of a finished study of training, by arm and sparsity."""
-    rows = read_json(folder / "study_result.json")["rows"]
-    return {(row["arm"], row["sparsity"]): row for row in rows}
+    """The figures of a finished study of training, by arm and sparsity; each row has the metric too."""
+    result = read_json(folder / "study_result.json")
+    return {(row["arm"], row["sparsity"]): row | {"metric": result["metric"]["name"]} for row in result["rows"]}
 
 
 def runs_of_study(folder: Path) -> list[tuple[Row, Row]]:
@@ -210,10 +208,6 @@ class Goal:
     value: float
     ways: tuple[str, ...] = ()
     is_share: bool = False
-
-    @property
-    def title(self) -> str:
-        return f"{self.model}, {level_name(self.level)}"
 
     @property
     def wish(self) -> str:
@@ -239,20 +233,12 @@ def goals_table(
 ) -> str:
     """A line for each goal, of the model's figures where there are some: its cells, the goal and the outcome."""
     by_name = {model.name: model for model in models}
-    lines = [[goal.title, *line(goal, by_name.get(goal.model))] for goal in goals]
+    lines = [[f"{goal.model}, {level_name(goal.level)}", *line(goal, by_name.get(goal.model))] for goal in goals]
     headings = ["model and level", *headings, "goal", "outcome"]
     return markdown_table(headings, lines, words=(*words, len(headings) - 1))
 
 
 # Cells of a way in the table of a model
-
-
-def steps_of(model: ModelFigures, way: str) -> str:
-    return joined({row["steps"] for row in model.rows_of(way) if row["steps"]}, ",")
-
-
-def rates_of(model: ModelFigures, way: str) -> str:
-    return joined({row["lr"] for row in model.rows_of(way) if "lr" in row}, "g")
 
 
 def seconds_of(model: ModelFigures, way: str) -> str:
@@ -261,4 +247,8 @@ def seconds_of(model: ModelFigures, way: str) -> str:
     return f"{seconds:.1f}" if seconds else ""
 
 
-LEARNING = {"steps": steps_of, "learning rate": rates_of, "s": seconds_of}
+LEARNING: dict[str, Callable[[ModelFigures, str], str]] = {
+    "steps": lambda model, way: joined({row["steps"] for row in model.rows_of(way) if row["steps"]}, ","),
+    "learning rate": lambda model, way: joined({row["lr"] for row in model.rows_of(way) if "lr" in row}, "g"),
+    "s": seconds_of,
+}

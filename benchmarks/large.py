@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,10 @@ import torch
 
 import prunus
 from prunus.cli import main
+from prunus.export.convert import check_same
+from prunus.files.one_line import in_one_line
 from prunus.files.reader import open_tensors
-from prunus.ops.bits import words_of
+from prunus.files.sparse_file import from_files
 from prunus.ops.machine import said_by_linux
 from prunus.trained.data import drawn
 
@@ -31,6 +34,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, 
 WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "num_attention_heads": 16, "vocab_size": 32_000}
 STORIES15M = {"hidden_size": 288, "intermediate_size": 768, "num_attention_heads": 6, "vocab_size": 32_000}
 WORKS = {"repair": [], "masks": ["--no-repair", "--score", "magnitude"]}  # options of the command
+WayName = Literal["prunus prune", "folder", "module"]
 GOALS = {"repair": 0.6, "masks": 0.4}  # memory as a share of the folder
 TIME_GOAL, RANKS_GOAL = 1.05, 1.7  # beside the model that is loaded whole, and one process beside two
 EVALUATED = 4  # windows that the command measures the model on
@@ -42,7 +46,7 @@ class Large(Benchmark):
 
     work: Literal["masks", "repair"] = "masks"  # masks by magnitude alone, or a repair by the solver
     blocks: tuple[int, ...] = (4, 8, 16, 37)  # of each folder
-    ways: tuple[str, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
+    ways: tuple[WayName, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
     windows: int = 32  # that calibrate
     length: int = 256  # tokens of each
     memory: str = "none"  # limit for activations of a repair, as 400MB
@@ -50,8 +54,6 @@ class Large(Benchmark):
     ranks: int = 1  # processes that divide a repair of stories15M's shape; with 1 that is not measured
 
     def measure(self) -> Measured:
-        if unknown := [way for way in self.ways if way not in WAYS]:
-            raise ValueError(f"--ways are {', '.join(WAYS)}, got {unknown[0]!r}")
         settings: dict[str, Any] = {"dtype": "float32", "sparsity": SPARSITY}
         if self.work == "repair" or self.ranks > 1:
             settings |= {"windows": self.windows, "length": self.length, "memory": self.memory}
@@ -60,7 +62,7 @@ class Large(Benchmark):
             num = (self.windows + EVALUATED) * self.length
             random = np.random.default_rng(0).integers(0, SMALL["vocab_size"], num, dtype=np.uint16)
             np.save(tokens, random if self.tokens is None else np.fromfile(self.tokens, np.uint16)[:num])
-            call = Call(tokens, self.windows, self.length, self.memory, self.threads)
+            call = Call(str(tokens), self.windows, self.length, self.memory, self.threads)
             if self.ranks > 1:
                 settings |= {"weights": "6 blocks of stories15M's shape"}
                 return "large ranks", settings, measure_ranks(call, Path(place), self.ranks)
@@ -72,7 +74,7 @@ class Large(Benchmark):
 class Call:
     """What all calls share."""
 
-    tokens: Path
+    tokens: str
     windows: int
     length: int
     memory: str
@@ -82,8 +84,7 @@ class Call:
         """What a call took, by rank, measured in a process of its own."""
         start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run"]
         start += [] if ranks == 1 else ["--standalone", f"--nproc-per-node={ranks}"]
-        shared = [str(self.tokens), str(self.windows), str(self.length), self.memory]
-        command = [*start, "-m", "benchmarks.large", way, work, str(folder), str(out), *shared]
+        command = [*start, "-m", "benchmarks.large", json.dumps(asdict(self)), way, work, str(folder), str(out)]
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
         if done.returncode:
@@ -104,7 +105,7 @@ def make_folder(folder: Path, shape: dict[str, int], blocks: int) -> Path:
 
 
 def measure_memory(call: Call, place: Path, work: str, blocks: Sequence[int], ways: Sequence[str]) -> list[Row]:
-    """A row for each number of blocks and way; RuntimeError unless all ways write the same bits."""
+    """A row for each number of blocks and way; ValueError unless all ways write the same bits."""
     small, rows = make_folder(place / "small", SMALL, 5), []
     least = {way: call.run(way, work, small, place / f"small_{way.split()[0]}")[0]["peak_mb"] for way in ways}
     for num in blocks:
@@ -140,55 +141,49 @@ def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
 
 
 def same_bits(folders: Sequence[Path]) -> None:
-    """RuntimeError unless all folders hold the same tensors."""
+    """ValueError unless all folders hold the same tensors."""
     first, *others = folders
-    for other in others:
-        with open_tensors(first) as ours, open_tensors(other) as theirs:
-            names = ours.homes.keys()
-            if theirs.homes.keys() != names:
-                raise RuntimeError(f"{first} and {other} hold different tensors, so no figure is reported")
-            for name in names:
-                if not torch.equal(words_of(ours.read(name)), words_of(theirs.read(name))):
-                    raise RuntimeError(f"{name} differs between {first} and {other}, so no figure is reported")
+    with open_tensors(first) as tensors:
+        for other in others:
+            with in_one_line(f"{first} and {other} are not the same, so no figure is reported", ValueError):
+                check_same(from_files(tensors), other)
 
 
 # In the process of a call
 
 
-def by_command(work: str, folder: str, out: str, tokens: Path, windows: int, length: int, memory: str) -> None:
+def by_command(call: Call, work: str, folder: str, out: str) -> None:
     """``prunus prune``, which measures the dense and the pruned model too."""
-    data = ["--tokens", str(tokens), "--eval-tokens", str(tokens), "--eval-windows", str(EVALUATED)]
-    how = ["--samples", str(windows), "--length", str(length), "--start-token", "no", *WORKS[work]]
-    limit = [] if memory == "none" or work == "masks" else ["--memory", memory]
+    data = ["--tokens", call.tokens, "--eval-tokens", call.tokens, "--eval-windows", str(EVALUATED)]
+    how = ["--samples", str(call.windows), "--length", str(call.length), "--start-token", "no", *WORKS[work]]
+    limit = [] if call.memory == "none" or work == "masks" else ["--memory", call.memory]
     main(["prune", folder, "--out", out, *data, *how, *limit])
 
 
-def in_python(load: Callable[[str], Any]) -> Callable[..., None]:
-    """``prune`` of what ``load`` makes of the folder."""
-
-    def run(work: str, folder: str, out: str, tokens: Path, windows: int, length: int, memory: str) -> None:
-        batches = [drawn(np.load(tokens, "r"), windows, length, 0)] if work == "repair" else ()
-        model, limit = load(folder), None if memory == "none" else int(memory.removesuffix("MB")) * 10**6
-        how: dict[str, Any] = {"out": out} if isinstance(model, str) else {}
-        if work == "repair":
-            how |= {"group": True if torch.distributed.is_initialized() else None, "memory": limit}
-        prunus.prune(model, batches, SPARSITY, progress=False, **how)
-        if not isinstance(model, str):
-            model.save_pretrained(out)
-
-    return run
-
-
-def _loaded(folder: str) -> Any:
+def in_python(call: Call, work: str, folder: str, out: str, *, is_loaded: bool) -> None:
+    """``prune`` of a folder, or of the model in it."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    how: dict[str, Any] = {} if is_loaded else {"out": out}
+    batches: Sequence[Any] = ()
+    if work == "repair":
+        batches = [drawn(np.load(call.tokens, "r"), call.windows, call.length, 0)]
+        how["group"] = True if torch.distributed.is_initialized() else None
+        how["memory"] = None if call.memory == "none" else int(call.memory.removesuffix("MB")) * 10**6
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval() if is_loaded else folder
+    prunus.prune(model, batches, SPARSITY, progress=False, **how)
+    if is_loaded:
+        model.save_pretrained(out)
 
 
-WAYS = {"prunus prune": by_command, "folder": in_python(lambda folder: folder), "module": in_python(_loaded)}
+WAYS: dict[str, Callable[..., None]] = {
+    "prunus prune": by_command,
+    "folder": partial(in_python, is_loaded=False),
+    "module": partial(in_python, is_loaded=True),
+}
 
 
-def call_alone(way: str, work: str, folder: str, out: str, tokens: str, windows: str, length: str, memory: str) -> None:
+def call_alone(call: Call, way: str, *what: str) -> None:
     """Run one call, and print what it took; what imports take is left out of the time."""
     import accelerate  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -196,7 +191,7 @@ def call_alone(way: str, work: str, folder: str, out: str, tokens: str, windows:
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     began, cpu = time.perf_counter(), time.process_time()
-    WAYS[way](work, folder, out, Path(tokens), int(windows), int(length), memory)
+    WAYS[way](call, *what)
     row = {"way": way, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
     print("\n" + json.dumps(row | {"peak_mb": (said_by_linux("self/status", "VmHWM") or 0) / 1e6}), flush=True)
 
@@ -215,4 +210,4 @@ TABLES = {
 }
 
 if __name__ == "__main__":
-    call_alone(*sys.argv[1:])
+    call_alone(Call(**json.loads(sys.argv[1])), *sys.argv[2:])

@@ -1,15 +1,14 @@
 """How many multiplications a model takes for a sample, in convolutions and linear layers, and what leaves fewer."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from fractions import Fraction
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from prunus.eligible import CONVOLUTIONS, TRANSPOSED, is_conv1d
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.forward import frozen, outputs
@@ -19,28 +18,13 @@ from prunus.oneshot.widths import Wanted, Widths
 
 @torch.no_grad()
 def multiplications(model: nn.Module, sample: Any) -> int:
-    """Multiplications of layers that are called as modules, for a batch of one sample; biases, norms, attention aside.
+    """Multiplications of convolutions and matrix products for a batch of one sample; biases and norms aside.
 
     A convolution multiplies its whole kernel at each place of its output, beyond the edges of the image too.
     """
-    total = 0
-
-    def count(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        nonlocal total
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        if isinstance(module, TRANSPOSED):  # (in, out / groups, kernel), all of it at each place of the input
-            total += args[0].numel() * weight[0].numel()
-        else:
-            total += output.numel() * (len(weight) if is_conv1d(module) else weight[0].numel())
-
-    with ExitStack() as stack:
-        stack.enter_context(frozen(model))
-        for module in model.modules():
-            if isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or is_conv1d(module):
-                stack.callback(module.register_forward_hook(count).remove)
+    with frozen(model), FlopCounterMode(display=False) as counter:
         outputs(model, sample)
-    return total
+    return counter.get_total_flops() // 2  # which counts additions too
 
 
 def neurons_for(model: nn.Module, images: Tensor, removed: Fraction) -> float:

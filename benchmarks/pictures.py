@@ -5,7 +5,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prunus.plot import Axes, Figure
 
 from .benchmark import filled, newest_records
 from .bits_picture import bits, stored
@@ -29,11 +31,7 @@ from .figures import ModelFigures, rows_of_study, runs_of_study
 from .repair_figures import read_figures
 from .repair_study import WAYS
 from .select import OURS
-from .summary import readme_parts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .summary import choices
 
 MODEL = "stories15M"  # the model that all ways of the picture were measured on
 METHOD_NAMES = {
@@ -47,7 +45,7 @@ METHOD_NAMES = {
 WAY_COLOURS = {"magnitude": SOFT, "wanda": SAND, "llmc-sparsegpt": SLATE, "repair": ROSE, "tuned": PLUM}
 
 
-def quality(folder: Path) -> "Figure":
+def quality(folder: Path) -> Figure:
     """Perplexity over sparsity: the ways of others, repair, and the dense model; a dot is a draw of the samples."""
     model = next(model for model in read_figures(folder) if model.name == MODEL)
     levels = [level for level in model.levels if level != "2:4"]
@@ -96,7 +94,7 @@ def _draws(model: ModelFigures, ways: Sequence[str], levels: Sequence[str]) -> s
     return f"{draws}{fewer}. More: docs/evidence/repair.md"
 
 
-def event(folder: Path) -> "Figure":
+def event(folder: Path) -> Figure:
     """Time of finding masks, ours beside the ways of others, on the machine and weights with the most of them."""
     records = [record for record in newest_records(folder, "select") if len(record["rows"]) > 6]
     if not records:
@@ -130,7 +128,7 @@ def event(folder: Path) -> "Figure":
     return figure
 
 
-def flow(side: int = 8) -> "Figure":
+def flow(side: int = 8) -> Figure:
     """score -> select -> mask -> apply, on a weight of ``side`` x ``side`` that is pruned to half by bitter7."""
     draw, num = random.Random(7), side * side
     weights = [draw.gauss(0, 1) for _ in range(num)]
@@ -157,7 +155,7 @@ def flow(side: int = 8) -> "Figure":
     return figure
 
 
-def _grid(axes: "Axes", side: int, values: Mapping[int, float], colour: str) -> None:
+def _grid(axes: Axes, side: int, values: Mapping[int, float], colour: str) -> None:
     """A square for each weight, stronger for a larger value; one without a value is empty."""
     from matplotlib.colors import to_rgba
 
@@ -196,7 +194,7 @@ SIZES = {  # title, study: what its models are compared with
 }
 
 
-def sizes(studies: Path) -> "Figure":
+def sizes(studies: Path) -> Figure:
     """Perplexity over stored bytes: a GPT that was pruned while it trained, and dense ones that are smaller."""
     about = "perplexity on held-out text over megabytes in a file, lower is better; equal tokens"
     below = "A dot is a seed. Pruned by bitter7, rate 1. More: docs/evidence/results.md"
@@ -210,7 +208,7 @@ def sizes(studies: Path) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", study: Path, series: Sequence[Series]) -> None:
+def _panel(axes: Axes, study: Path, series: Sequence[Series]) -> None:
     rows, stored, whole = rows_of_study(study), _megabytes(study), ("dense", 0.0)
     for each in series:
         keys = [whole, *((arm, level) for _, arm, level in each.models)]
@@ -239,7 +237,7 @@ def _megabytes(study: Path) -> dict[tuple[str, float], float]:
     return megabytes
 
 
-def figures(folder: Path, studies: Path) -> "dict[str, tuple[Figure, str]]":
+def figures(folder: Path, studies: Path) -> dict[str, tuple[Figure, str]]:
     """Every picture and its title, by the name of its file."""
     return {
         "quality.svg": (quality(folder), "Quality over sparsity after pruning"),
@@ -261,7 +259,8 @@ class Pictures:
     readme: Path = Path("README.md")  # page whose figures are written anew
 
     def run(self) -> None:
-        contents = {self.readme: filled(self.readme.read_text(), readme_parts(self.results, self.studies))}
+        parts = {"figures": choices(self.results, self.studies)}
+        contents = {self.readme: filled(self.readme.read_text(), parts)}
         for name, (figure, title) in figures(self.results, self.studies).items():
             contents[self.out / name] = themed(figure, title)
         self.out.mkdir(parents=True, exist_ok=True)

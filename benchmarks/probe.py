@@ -15,9 +15,9 @@ from prunus.lab.study.tables import markdown_table
 from prunus.ops.machine import device_of
 
 from .benchmark import filled
-from .figures import SIGNS
+from .figures import SIGNS, outcome_of
 from .probe_study import MODELS, RANDOM, STRATEGIES, UNPROBED, Evaluated, ProbeStudy, load_model
-from .study import SLIGHT, finite, gains
+from .study import finite, gains
 
 ModelName = Literal["stories15M", "SmolLM2-135M", "ResNet-20"]
 Key = tuple[str, float, str, float | None]  # strategy, level, way, tau
@@ -82,16 +82,9 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """Better or worse where all of several seeds agree and the mean is two standard errors away from zero.
-
-        A mean below ``SLIGHT`` is neither.
-        """
-        if len(self.gains) < 2 or abs(self.gain) < SLIGHT:
-            return "unclear"
-        error = 2 * spread(self.gains) / len(self.gains) ** 0.5
-        if min(self.gains) > 0 and self.gain > error:
-            return "better"
-        return "worse" if max(self.gains) < 0 and self.gain < -error else "unclear"
+        """``outcome_of`` the seeds, if the mean is two standard errors away from zero too."""
+        is_far = abs(self.gain) > 2 * spread(self.gains) / len(self.gains) ** 0.5
+        return (outcome_of(self.gains) if is_far else "") or "unclear"
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,11 @@ def _curves(models: Sequence[ModelFigures]) -> str:
             if not (rows and WAYS[way].has_teacher):
                 continue
             points = [*zip(*(row["curve"] for row in rows), strict=False), [row["teacher"] for row in rows]]
-            cells = [model.number(statistics.fmean(_figure(model, point) for point in each)) for each in points]
+            is_text = model.metric == "perplexity"
+            values = [[math.exp(p["loss"]) if is_text else p["accuracy"] for p in each] for each in points]
+            cells = [model.number(statistics.fmean(each)) for each in values]
             lines.append([f"{model.title(level)}: {TITLES[way]}", f"{max(row['tokens'] for row in rows):,}", *cells])
     return markdown_table([*headings, "end", "teacher"], lines)
-
-
-def _figure(model: ModelFigures, point: Row) -> float:
-    return point["accuracy"] if model.metric == "accuracy" else math.exp(point["loss"])
 
 
 def _budgets(models: Sequence[ModelFigures]) -> str:

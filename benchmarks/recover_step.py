@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunus import AdamWPrune, Pruner, recover
+from prunus.eligible import eligible
 from prunus.lab.data import TokenShape
 from prunus.lab.evaluate import loss_of
 from prunus.lab.models import GPT
@@ -91,7 +92,9 @@ class RecoverStep(Benchmark):
         with _step(name, student, teacher, batch, device) as step:
             for _ in range(3):
                 step()
-            return {"way": name} | _timed(step, self.repeat, device)
+            _forget(device)
+            seconds = sorted(timed(step, device)[0] for _ in range(self.repeat))
+            return {"way": name, "ms": 1e3 * seconds[len(seconds) // 2], "peak_mib": _peak(device)}
 
     def _called(self, teacher: nn.Module, batch: Tensor, device: torch.device) -> Row:
         """Milliseconds a step of the whole function, between a step early in the run and its last."""
@@ -156,16 +159,8 @@ def _step(
             yield step
 
 
-def _timed(step: Callable[[], object], repeat: int, device: torch.device) -> Row:
-    _forget(device)
-    seconds = sorted(timed(step, device)[0] for _ in range(repeat))
-    return {"ms": 1e3 * seconds[len(seconds) // 2], "peak_mib": _peak(device)}
-
-
 @torch.no_grad()
 def _prune_half_(model: nn.Module) -> None:
-    from prunus.eligible import eligible
-
     for weight in eligible(model).weights:
         weight.parameter.masked_fill_(torch.rand_like(weight.parameter) < 0.5, 0)
 

@@ -74,7 +74,8 @@ def _goals(models: Sequence[ModelFigures]) -> str:
 def _model(model: ModelFigures) -> str:
     versions = {row["llmcompressor"] for row in model.rows_of() if "llmcompressor" in row}
     last = f" llm-compressor {joined(versions)}." if versions else ""
-    cost = {"zeros too many": _zeros_too_many, "s": _seconds, "record": _records}
+    cost = {"zeros too many": _zeros_too_many, "s": _seconds}
+    cost["record"] = lambda model, way: joined({row["record"] for row in model.rows_of(way)})
     return model.section(model.table(TITLES, cost), seeds="draws", last=last)
 
 
@@ -97,10 +98,6 @@ def _seconds(model: ModelFigures, way: str) -> str:
     key = "cpu_seconds" if is_cpu else "seconds"
     seconds = statistics.median(row[key] for row in rows if row["record"] == newest)
     return f"{seconds:.1f}{' of a CPU' * is_cpu}"
-
-
-def _records(model: ModelFigures, way: str) -> str:
-    return joined({row["record"] for row in model.rows_of(way)})
 
 
 def _choices(models: Sequence[ModelFigures]) -> str:

@@ -137,12 +137,9 @@ def changed(trained: TrainedModel, name: str, level: str, bits: int | None = Non
 
 
 def by_llm_compressor(trained: TrainedModel, modifier: str, level: str) -> nn.Module:
-    from llmcompressor.modifiers import pruning
-
     (windows,), model = trained.batches, deepcopy(trained.model)
-    sizes = {"sparsity": float(share_of(level)), "mask_structure": "2:4" if level == "2:4" else "0:0"}
-    recipe = getattr(pruning, modifier)(**sizes, targets=["Linear"], ignore=["re:.*lm_head"])
-    their_oneshot(model, windows, recipe, "sequential")  # block after block, its default for these
+    structure = "2:4" if level == "2:4" else "0:0"
+    their_oneshot(model, windows, modifier, sparsity=float(share_of(level)), mask_structure=structure)
     return model
 
 

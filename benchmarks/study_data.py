@@ -1,6 +1,7 @@
 """The data of studies: images to calibrate and evaluate on, and batches to learn from by their number."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from prunus.lab.data.batches import ImageShape, ImageStream, Labelled, Normalise, TokenData, TokenWindows, windows
 from prunus.lab.data.datasets import read_cifar10
+from prunus.lab.evaluate import measured, summed
 from prunus.lab.models import RESNETS, resnet
 from prunus.trained.model import TrainedModel
 from prunus.trained.tokens import read_tokens
@@ -36,13 +38,11 @@ def image_model(
     num = min(NUM_CALIBRATION, len(train.labels))
     chosen = np.random.default_rng(seed).permutation(num)[:samples]
     batch = NORMALISE(train.pixels[chosen]).to(device), torch.from_numpy(train.labels[chosen]).to(device)
-    pixels = NORMALISE(test.pixels[:held_out]).to(device)
-    labels = torch.from_numpy(test.labels[:held_out]).to(device)
+    pixels, labels = NORMALISE(test.pixels[:held_out]), torch.from_numpy(test.labels[:held_out])
 
-    @torch.no_grad()
     def accuracy(model: nn.Module) -> float:
         parts = zip(pixels.split(1000), labels.split(1000), strict=True)
-        return sum(int((model(x).argmax(1) == y).sum()) for x, y in parts) / len(labels)
+        return summed(measured(model, parts, device, nullcontext())).accuracy
 
     return TrainedModel(model.to(device).eval(), [batch], accuracy, lambda *_: None, F.cross_entropy, "accuracy")
 

@@ -11,7 +11,7 @@ from prunus.lab.study.tables import markdown_table
 from .benchmark import Record, Row, newest_records
 from .bits_figures import BitsFigures, percent
 from .bits_figures import read_figures as read_bits
-from .figures import ModelFigures
+from .figures import ModelFigures, rows_of_study
 from .probe import BESIDE, counted, read_figures
 from .repair_figures import read_figures as read_repair
 from .select import OURS
@@ -37,10 +37,6 @@ TRAINED = [  # study, model, sparsity, arm; all in the recipe that is the defaul
 ]
 SMALL = ("recover", "80", "4"), ("dense", "", "4")  # way, level and form of GPT-51M in few bits
 CHECKS = ("training", "magnitude", "wanda", "fisher", "repair", "export", "doctor", "sparse run")
-
-
-def readme_parts(results: Path, studies: Path) -> dict[str, str]:
-    return {"figures": choices(results, studies)}
 
 
 def parts(results: Path, studies: Path, probe: Path, records: Path) -> dict[str, str]:
@@ -77,14 +73,13 @@ def after_training(results: Path) -> str:
 def in_training(studies: Path) -> str:
     lines = []
     for study, model, sparsity, arm in TRAINED:
-        result = json.loads((studies / study / "study_result.json").read_text())
-        rows = {(row["arm"], row["sparsity"]): row for row in result["rows"]}
+        rows = rows_of_study(studies / study)
         row = rows[arm, sparsity]
         dense, magnitude = rows[row["dense"], 0.0], rows.get((arm.replace("bitter7", "magnitude"), sparsity))
         num = len(row["seeds"])
-        cells = [_spread(each, result["metric"], num) if each else "" for each in (dense, magnitude, row)]
-        name, power = f"{model}: {result['metric']['name']}", (arm.partition(" rate ")[2] or "0").split()[0]
-        lines.append([name, level_name(f"{100 * sparsity:g}"), power, *cells, str(num)])
+        cells = [_spread(each, num) if each else "" for each in (dense, magnitude, row)]
+        power = (arm.partition(" rate ")[2] or "0").split()[0]
+        lines.append([f"{model}: {row['metric']}", level_name(f"{100 * sparsity:g}"), power, *cells, str(num)])
     headings = ["", "sparsity", "power", "dense", "magnitude", "**bitter7**", "seeds"]
     return (
         "While training, with the recipe of `prunus train`. `power` raises the learning rate as weights go "
@@ -93,8 +88,8 @@ def in_training(studies: Path) -> str:
     )
 
 
-def _spread(row: Row, metric: Row, num_seeds: int) -> str:
-    percent, fewer = " %" if metric["name"] == "accuracy" else "", len(row["seeds"])
+def _spread(row: Row, num_seeds: int) -> str:
+    percent, fewer = " %" if row["metric"] == "accuracy" else "", len(row["seeds"])
     text = f"{row['mean']:.{row['decimals']}f} ± {row['sd']:.{row['decimals']}f}{percent}"
     return text + (f" (n = {fewer})" if fewer < num_seeds else "")
 
@@ -206,10 +201,9 @@ def _shrunk(models: Mapping[str, ModelFigures]) -> str:
 
 def _trained(records: Sequence[Record], studies: Path) -> str:
     study, model, _, arm = TRAINED[0]
-    result = json.loads((studies / study / "study_result.json").read_text())
-    rows = {(row["arm"], row["sparsity"]): row for row in result["rows"]}
+    rows = rows_of_study(studies / study)
     keys = (rows[arm, 0.5]["dense"], 0.0), (arm, 0.5), (arm, 0.8)
-    dense, half, fifth = (_spread(rows[key], result["metric"], 0) for key in keys)
+    dense, half, fifth = (_spread(rows[key], 0) for key in keys)
     step = row_of(records, "train", arm="Pruner + AdamWPrune")
     return (
         f"{model}, {len(rows[arm, 0.5]['seeds'])} seeds (mean ± standard deviation): perplexity {dense} dense, "
@@ -239,10 +233,8 @@ def costs(results: Path) -> str:
     records = newest_records(results)
     event, repair = row_of(records, "select", method=OURS), row_of(records, "repair", weights="stories15M")
     step = row_of(records, "train", arm="Pruner + AdamWPrune")
-    size = row_of(records, "export", way="file, prunus: save_sparse, load_sparse", dtype="bfloat16", sparsity=0.5)[
-        "size"
-    ]
-    half, fifth = (row_of(records, "decode", zeros=z, batch=1, way="decoder, compiled") for z in ("50%", "80%"))
+    file = row_of(records, "export", way="file, prunus: save_sparse, load_sparse", dtype="bfloat16", sparsity=0.5)
+    half, fifth = (_decoded(records, zeros, 1) for zeros in ("50%", "80%"))
     machine, threads = (each["record"]["environment"]["machine"] for each in (event, repair))
     return "\n".join(
         [
@@ -251,7 +243,7 @@ def costs(results: Path) -> str:
             f"- A training step of GPT-2 124M with `AdamWPrune` takes {step['ratio']:.3f} of the time of one without "
             "pruning, with PyTorch's fused AdamW, on the same GPU.",
             f"- Repairing stories15M takes {repair['seconds']:.0f} s on a CPU with {threads.split(', ')[-1]}.",
-            f"- At 50 %, a pruned weight takes {size:.3f} of its bytes in a file in bfloat16.",
+            f"- At 50 %, a pruned weight takes {file['size']:.3f} of its bytes in a file in bfloat16.",
             f"- A model of Llama-3-8B's shape with random weights writes text {half['times_faster']:.2f} times "
             f"faster at 50 % and {fifth['times_faster']:.2f} times at 80 %, in {half['memory']:.2f} and "
             f"{fifth['memory']:.2f} of the GPU's memory, by our compiled decoder, sparse beside dense, on the same "

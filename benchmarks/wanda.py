@@ -14,8 +14,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -104,10 +106,11 @@ def model_rows(folder: Path, windows: Tensor, repeat: int) -> list[Row]:
 
         return pruned
 
+    theirs = {"modifier": "WandaPruningModifier", "sparsity": SPARSITY, "mask_structure": "0:0"}
     ways = {
         "prunus": by(lambda copy, windows: prune(copy, [windows], SPARSITY, score="wanda", repair=None)),
         "llmcompressor, its functions": by(_by_their_functions),
-        "llmcompressor, oneshot": by(_by_their_command),
+        "llmcompressor, oneshot": by(partial(their_oneshot, pipeline="basic", **theirs)),
     }
     return compared(folder.name, ways, repeat)
 
@@ -133,15 +136,11 @@ def _by_their_functions(model: nn.Module, windows: Tensor) -> None:
         layer.get_parameter("weight").data = theirs.sparsify_weight(layer, scalars, SPARSITY, 0, 0)
 
 
-def _by_their_command(model: nn.Module, windows: Tensor) -> None:
-    from llmcompressor.modifiers.pruning import WandaPruningModifier
+def their_oneshot(model: nn.Module, windows: Tensor, modifier: str, pipeline: str = "sequential", **how: Any) -> None:
+    """Change a Hugging Face model in place as users of llmcompressor do, on windows (num, length) of tokens.
 
-    recipe = WandaPruningModifier(sparsity=SPARSITY, mask_structure="0:0", targets=["Linear"], ignore=["re:.*lm_head"])
-    their_oneshot(model, windows, recipe, "basic")
-
-
-def their_oneshot(model: nn.Module, windows: Tensor, recipe: Any, pipeline: Literal["basic", "sequential"]) -> None:
-    """Prune a Hugging Face model in place as users of llmcompressor do, on windows (num, length) of tokens."""
+    The pipeline is its own default for most modifiers: block after block.
+    """
     from datasets import Dataset
     from llmcompressor import oneshot
     from tokenizers import Tokenizer
@@ -151,10 +150,11 @@ def their_oneshot(model: nn.Module, windows: Tensor, recipe: Any, pipeline: Lite
     # required wherever data is given, although this data is tokens already
     unused = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), pad_token="a")
     data = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
+    module = import_module(f"llmcompressor.modifiers.{'gptq' if modifier == 'GPTQModifier' else 'pruning'}")
     oneshot(
         model=model,
         dataset=data,
-        recipe=recipe,
+        recipe=getattr(module, modifier)(**how, targets=["Linear"], ignore=["re:.*lm_head"]),
         processor=unused,
         pipeline=pipeline,
         num_calibration_samples=len(windows),

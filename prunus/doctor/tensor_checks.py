@@ -162,9 +162,12 @@ def check_tensor(
         if fitting is None:
             findings.append(_bad_mask(stored, mask))
         else:
-            layer, kept = _with_mask(layer, alive, fitting), fitting
-            if layer.num_came_back:
-                what = f"{layer.num_came_back:,} of {layer.num_pruned:,} pruned weights are not zero"
+            kept, num_kept, num_live = fitting, int(fitting.count_nonzero()), int((alive & fitting).count_nonzero())
+            pruned, live_zeros, came_back = num - num_kept, num_kept - num_live, num - layer.num_zeros - num_live
+            layer = replace(layer, num_pruned=pruned, num_live_zeros=live_zeros, num_came_back=came_back)
+            layer = replace(layer, notes=(f"{live_zeros:,} live zeros",) if live_zeros else ())
+            if came_back:
+                what = f"{came_back:,} of {pruned:,} pruned weights are not zero"
                 findings.append(Finding("came-back", layer.name, what))
     check = _check_matrix(alive, kept, layer, role, groups)
     return replace(check, findings=findings + check.findings, hashed=hashed)
@@ -182,14 +185,6 @@ def stored_mask(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
     if numel % 8 and int(packed[-1]) >> (numel % 8):
         return None  # bits beyond the end: of another tensor
     return bits.unpack(packed, shape)
-
-
-def _with_mask(layer: TensorReport, alive: Tensor, mask: Tensor) -> TensorReport:
-    kept, both = int(mask.count_nonzero()), int((alive & mask).count_nonzero())
-    came_back = layer.num - layer.num_zeros - both
-    notes = (f"{kept - both:,} live zeros",) if kept > both else ()
-    counted = {"num_pruned": layer.num - kept, "num_live_zeros": kept - both, "num_came_back": came_back}
-    return replace(layer, **counted, notes=notes)
 
 
 def _check_matrix(

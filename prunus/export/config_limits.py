@@ -88,12 +88,9 @@ def bounded(num_stored: int, num_tensors: int, path: Path) -> Iterator[None]:
         return count
 
     most = MOST_PACKED * num_stored
-    handles = [
+    of_buffers = counting(most + 5 * 10**7)  # which no file need hold
+    with (
         register_module_parameter_registration_hook(counting(most + 10**6)),
-        register_module_buffer_registration_hook(counting(most + 5 * 10**7)),  # which no file need hold
-    ]
-    try:
+        register_module_buffer_registration_hook(of_buffers),
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..files.one_line import in_one_line
 from ..files.reader import TensorFile, Tensors, open_tensors
 from ..files.safetensors_header import DTYPES, NAMES
 from ..files.writer import TensorSource, TensorSpec
@@ -23,7 +24,6 @@ from .huggingface import (
     check_shapes,
     class_of,
     default_dtype,
-    in_one_line,
     is_converted,
     model_names,
     patterns_of,
@@ -147,7 +147,7 @@ def _outline(kind: Any, config: Any, folder: Path, tensors: Tensors, dtype: torc
         from accelerate import init_empty_weights
     except ImportError:
         raise ValueError(f"reading {folder} block by block needs accelerate: pip install prunus[hf]") from None
-    with in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
+    with in_one_line(f"{folder / 'config.json'} cannot be read"), without_initialisation(), bounded_by(tensors):
         model, failed = None, None
         try:
             with default_dtype(dtype), init_empty_weights(), _LargeOnMeta():

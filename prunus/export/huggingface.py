@@ -19,6 +19,7 @@ from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
 from ..files.gguf_header import check_gguf
 from ..files.json_file import read_json
+from ..files.one_line import in_one_line
 from ..files.reader import SMALL, Tensors, open_tensors
 from ..files.regular import check_regular_files
 from ..files.safetensors_header import DTYPES
@@ -114,7 +115,7 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
     with open_tensors(folder) as tensors:
         config = read_config(folder, tensors)
         kind = class_of(config, folder)
-        model = _empty(kind, config, folder, tensors, device)
+        model = empty(kind, config, folder, tensors, device)
         if model is None:
             model = _converted(kind, config, folder, tensors)
         else:
@@ -136,7 +137,7 @@ def read_generation_config_(model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
-        with in_one_line(folder / "generation_config.json"):
+        with in_one_line(f"{folder / 'generation_config.json'} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
@@ -177,7 +178,7 @@ def read_config(folder: Path, tensors: Tensors | None = None, gguf_file: str | N
     except ImportError:
         raise ValueError(f"reading {folder} needs transformers: pip install prunus[hf]") from None
     check_regular_files(folder)
-    with in_one_line(folder / (gguf_file or "config.json")):
+    with in_one_line(f"{folder / (gguf_file or 'config.json')} cannot be read"):
         if not gguf_file and (folder / "config.json").is_file():
             check_counts(read_json(folder / "config.json"), tensors)
         options = {"gguf_file": gguf_file} if gguf_file else {}
@@ -210,8 +211,8 @@ def load_plain_model(folder: Path, dtype: str = "auto", gguf_file: str | None = 
 
     kind: Any = AutoModelForCausalLM if gguf_file or not config.architectures else class_of(config, folder)
     is_quantised = hasattr(config, "quantization_config")
-    hint = "it is quantised; take the unquantised model. transformers: " if is_quantised else ""
-    with in_one_line(folder, hint), quiet_transformers():
+    hint = ": it is quantised; take the unquantised model. transformers" if is_quantised else ""
+    with in_one_line(f"{folder} cannot be read{hint}"), quiet_transformers():
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"), bounded(stored, num_tensors, folder):
             of_config = kind._from_config if hasattr(kind, "_from_config") else kind.from_config
             of_config(deepcopy(config))
@@ -241,16 +242,6 @@ def _refuse_strangers(kind: type, info: Mapping[str, Any], *, may_have_more: boo
 
 
 @contextmanager
-def in_one_line(path: Path, hint: str = "") -> Iterator[None]:
-    """Whatever transformers raises for a file, as a ValueError of one line that names it."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {hint}{reason}") from error
-
-
-@contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No bars, and no table of missing tensors before the one line that refuses the model."""
     from transformers.utils import logging
@@ -273,9 +264,9 @@ def _all_configs(config: Any) -> Iterator[Any]:
             yield from _all_configs(inner)
 
 
-def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
+def empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch.device) -> Any | None:
     """The model as its configuration says, its weights not initialised; None where transformers converts its files."""
-    with in_one_line(folder / "config.json"), without_initialisation(), bounded_by(tensors):
+    with in_one_line(f"{folder / 'config.json'} cannot be read"), without_initialisation(), bounded_by(tensors):
         outline = None
         with suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # few classes compute while they build
             outline = kind(deepcopy(config))
@@ -292,7 +283,7 @@ def _empty(kind: Any, config: Any, folder: Path, tensors: Tensors, device: torch
 def _converted(kind: Any, config: Any, folder: Path, tensors: Tensors) -> Any:
     """The model of files whose names or shapes transformers converts, loaded by transformers on the CPU."""
     options = {"config": config, "state_dict": loaded(tensors, "cpu"), "dtype": largest_dtype(tensors)}
-    with in_one_line(folder), quiet_transformers():
+    with in_one_line(f"{folder} cannot be read"), quiet_transformers():
         model, info = kind.from_pretrained(None, output_loading_info=True, **options)
         _refuse_strangers(kind, info)
     return model

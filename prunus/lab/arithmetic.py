@@ -8,7 +8,6 @@ oneDNN is on, from the run and the machine alone, whatever the process did befor
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,10 @@ def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
     """oneDNN on where every rank can use it, or as run.json of a resumed run has it; as it was before, afterwards."""
     before = bool(torch.backends.mkldnn.enabled)
     use = bool(team.rows(torch.tensor([int(can_use_onednn(run))])).all())
-    recorded = recorded_onednn(run.out) if run.resume else None
+    recorded = None
+    if run.resume and (run.out / "run.json").is_file():
+        environment = read_json(run.out / "run.json").get("environment")
+        recorded = environment.get("onednn") if isinstance(environment, dict) else None
     if recorded and not use and team.is_first:
         warnings.warn(
             f"the run in {run.out} started with oneDNN, which is off here (a CPU without bfloat16, or torch without "
@@ -41,13 +43,6 @@ def fixed_arithmetic(run: Run, team: Team = Team()) -> Iterator[None]:
         yield
     finally:
         torch.backends.mkldnn.enabled = before  # pyrefly: ignore[bad-assignment]
-
-
-def recorded_onednn(folder: Path) -> bool | None:
-    """Whether the run in ``folder`` was begun with oneDNN; None where run.json does not say."""
-    path = folder / "run.json"
-    environment = read_json(path).get("environment") if path.is_file() else None
-    return environment.get("onednn") if isinstance(environment, dict) else None
 
 
 def restore_onednn(expected: bool) -> None:

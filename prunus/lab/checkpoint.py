@@ -54,8 +54,10 @@ def save(training: Resumable, last: bool) -> None:
         state |= {"digest": pruner.digest(), "pruner": pruner.state_dict(unpacked=True)}
     path = save_sharded(out, by_name(state, training.model, training.optimizer), team)
     team.first(lambda: _remove_older(out))
-    if last and team.is_first and _fits_in_memory(path):
-        write_torch_file(out / LAST, load_checkpoint(path))
+    if last and team.is_first:
+        room = said_by_linux("meminfo", "MemAvailable")  # None where the system does not say
+        if room is None or 1.25 * sum(f.stat().st_size for f in path.iterdir()) < room:  # for all shards together
+            write_torch_file(out / LAST, load_checkpoint(path))
 
 
 def resume(training: Resumable) -> None:
@@ -181,9 +183,3 @@ def _shard_like(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -
         "model": {name: shard(value, like.get(name)) for name, value in state["model"].items()},
         "optimizer": state["optimizer"] | {"state": rows},
     }
-
-
-def _fits_in_memory(path: Path) -> bool:
-    """Whether main memory has room for all shards together; assumed where the system does not say."""
-    available = said_by_linux("meminfo", "MemAvailable")
-    return available is None or 1.25 * sum(f.stat().st_size for f in path.iterdir()) < available

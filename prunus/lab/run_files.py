@@ -24,7 +24,7 @@ EVENT = ("step", "sparsity", "rates")  # what charts show of an event, and the r
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run, read from ``path`` or, in a slim study, from a ``line`` of runs.jsonl."""
+    """The files of a run or a study, read from ``path`` or, in a slim study, from a ``line`` of runs.jsonl."""
 
     path: Path  # the run's folder; of a slim run, where it would be
     line: Mapping[str, Any] | None = None

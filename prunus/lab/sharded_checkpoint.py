@@ -52,18 +52,17 @@ def save_sharded(folder: Path, state: Mapping[str, Any], team: Team) -> Path:
             rank, (reason, _) = min(error.failures.items())
             said = " ".join(str(reason).split())[:200]
             raise OSError(f"{path} could not be written: rank {rank}: {said}") from error
-        every: list[Any] = [team.each(lambda: _own_checksums(part, team.rank))] * team.size
+
+        def own_checksums() -> dict[str, str]:
+            blocks = [block for entry in read_entries(part) for block in entry.shards]
+            return block_checksums(part, [block for block in blocks if block.file.startswith(f"__{team.rank}_")])
+
+        every: list[Any] = [team.each(own_checksums)] * team.size
         if team.kind != "none":
             dist.all_gather_object(every, every[0])
         team.first(lambda: write_checksums(part, {place: crc for own in every for place, crc in own.items()}))
         team.first(stack.close)
     return path
-
-
-def _own_checksums(part: Path, rank: int) -> dict[str, str]:
-    """Checksums of the blocks in this rank's files."""
-    blocks = [block for entry in read_entries(part) for block in entry.shards]
-    return block_checksums(part, [block for block in blocks if block.file.startswith(f"__{rank}_")])
 
 
 def load_sharded(path: Path, like: Mapping[str, Tensor], rank: int = 0) -> State:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..files.atomic import write_atomically
 from ..files.json_file import to_json, write_json
-from ..ops.machine import said_by_linux
+from ..ops.machine import said_by_linux, wait_for
 from .run import Run
 from .run_files import RunFiles, has_step
+
+Result = TypeVar("Result")
 
 
 def environment() -> dict[str, Any]:
@@ -104,6 +107,15 @@ def peak_memory(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Seconds of a call that begins and ends with nothing under way on the device, and what it returned."""
+    wait_for(device)
+    started = time.perf_counter()
+    result = work()
+    wait_for(device)
+    return time.perf_counter() - started, result
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..export.convert import Exported, ExportJob, to_folder
 from ..files.checksum import hexadecimal
 from ..files.json_file import read_json, to_json, write_json
+from ..files.one_line import in_one_line
 from ..files.reader import open_tensors
 from ..files.sparse_file import check_pruned, in_memory, loaded
 from ..files.torch_file import write_torch_file
@@ -66,15 +67,13 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
     run, _, shape = described(folder)
     with open_tensors(folder) as tensors:
         shapes = {name: record.layout.shape for name, record in tensors.records.items()}
-        try:
+        unfit = (KeyError, IndexError, TypeError, RuntimeError)
+        with in_one_line(f"{folder / 'run.json'} does not describe the model beside it", *unfit):
             if shape != _shape(run.model, shapes):  # before memory is taken for what it says
                 raise ValueError("its data shape does not match its tensors")
             kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
             model = build(run.model, kind(**shape), run.width, run.layers).to(device)
             model.load_state_dict(loaded(tensors, device))
-        except (KeyError, IndexError, TypeError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder / 'run.json'} does not describe the model beside it: {reason}") from error
     return model.eval()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..eligible import eligible
 from ..files.atomic import is_part
 from ..files.lock import lock_folder
+from ..files.one_line import in_one_line
 from ..ops.machine import device_of
 from ..optim import AdamWPrune
 from ..pruner import Event
@@ -171,19 +172,14 @@ class Training:
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over the tensors of a model; ValueError where they do not fit this one."""
-        try:
+        with in_one_line(f"the weights do not fit {self.run.model} on {self.run.data}", RuntimeError, TypeError):
             self.model.load_state_dict(tensors)
-        except (RuntimeError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"the weights do not fit {self.run.model} on {self.run.data}: {reason}") from error
 
     def load(self, state: dict[str, Any]) -> None:
         self.load_weights(state["model"])
-        try:
+        unfit = (RuntimeError, KeyError, TypeError, ValueError)
+        with in_one_line(f"the state does not fit the optimizer {self.run.optimizer}", *unfit):
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"the state does not fit the optimizer {self.run.optimizer}: {reason}") from error
         if self.pruner and state["pruner"] is None:
             self.pruner.step = state["step"]  # a dense start: the pruner has only counted steps
         elif self.pruner:

@@ -217,14 +217,16 @@ def dense_kernel(values, codes, heads, rows, out, width, ASM: tl.constexpr):
 
 
 def product(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    """``x W^T + bias`` for a few rows of x."""
-    num, num_rows = len(x), gaps.shape[0]
+    """``x W^T + bias`` for a few vectors, x of shape (..., in)."""
+    *shape, width = x.shape
+    rows, num_rows = x.reshape(-1, width), gaps.shape[0]
+    num = len(rows)
     batch = 1 << (num - 1).bit_length()
     y = torch.empty(batch, num_rows, dtype=x.dtype, device=x.device)
     if y.numel():
-        columns = x if batch == 1 else torch.nn.functional.pad(x, (0, 0, 0, batch - num)).t()
+        columns = rows if batch == 1 else torch.nn.functional.pad(rows, (0, 0, 0, batch - num)).t()
         _launch(columns.contiguous(), gaps, bias, y, batch)
-    return y[:num]
+    return y[:num].view(*shape, num_rows)
 
 
 def product_of_one(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:

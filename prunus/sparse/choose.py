@@ -30,10 +30,6 @@ class Choice:
     form: str  # the best sparse one of ``FORMS``
     times: Times
 
-    @property
-    def is_sparse(self) -> bool:
-        return winner({way: self.times[way] for way in ("dense", "sparse")}) == "sparse"
-
 
 def choose(kinds: Mapping[str, WeightKind], vectors: int, device: torch.device) -> list[Choice]:
     """How long the layers with zeros take; ``kinds`` is by name of a layer, or of its weight."""
@@ -71,7 +67,9 @@ def forms_of(
     """The form of every layer that is kept sparse: those that are faster so, or that have ``least`` zeros."""
     if least is not None:
         return {name: usual_form(k, vectors, device) for name, k in kinds.items() if k.sparsity >= least}
-    return {name: choice.form for choice in choose(kinds, vectors, device) if choice.is_sparse for name in choice.names}
+    choices = choose(kinds, vectors, device)
+    faster = [one for one in choices if winner({way: one.times[way] for way in ("dense", "sparse")}) == "sparse"]
+    return {name: choice.form for choice in faster for name in choice.names}
 
 
 def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:

@@ -109,7 +109,12 @@ class Decoder:
         rest. ``seed`` makes sampled text repeatable.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p)
-        check_is_read(do_sample, temperature=None if temperature == 1.0 else temperature, top_k=top_k, top_p=top_p)
+        of_sampling = {"temperature": None if temperature == 1.0 else temperature, "top_k": top_k, "top_p": top_p}
+        for name, value in of_sampling.items():
+            if value is not None and not do_sample:
+                raise ValueError(
+                    f"{name}={value} only affects sampling, which is off; add do_sample=True, or leave out {name}"
+                )
         eos, pad = self._special_tokens(eos_token_id, pad_token_id)
         ids, mask = self._checked(input_ids, attention_mask, max_new_tokens, eos, pad)
         if do_sample:  # a seed of its own where none is given, drawn by torch's generator
@@ -192,15 +197,6 @@ class Decoder:
         if is_kept:
             self.states[key] = state  # the latest one is the last
         return state
-
-
-def check_is_read(do_sample: bool, **options: float | None) -> None:
-    """ValueError for an option of sampling where nothing is sampled."""
-    for name, value in options.items():
-        if value is not None and not do_sample:
-            raise ValueError(
-                f"{name}={value} only affects sampling, which is off; add do_sample=True, or leave out {name}"
-            )
 
 
 def check_model(model: nn.Module) -> None:

@@ -68,6 +68,8 @@ class SparseLinear(nn.Module):
 
     def _set(self, form: Form) -> None:
         """Take a form whose tensors are the buffers, or will be; the layer is fused no more."""
+        for name in {*self._buffers} - {*form.PARTS, "like", "bias"}:  # of a form of another kind
+            del self._buffers[name]
         for name in form.PARTS:
             self._buffers[name] = getattr(form, name)
         self.form = form
@@ -90,17 +92,9 @@ class SparseLinear(nn.Module):
         self._set(form_of(parts, form.shape, dtype, getattr(form, "stage", 0)))
         if isinstance(form, Tiles) and self.like.dtype != form.dtype:
             weight = dense(self.form).to(self.like.dtype)
-            self._replace(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
+            self._set(tiles_of_dense(weight) if weight.dtype in TILE_DTYPES else gaps_of_dense(weight))
         if fused is not None:
             fused.moved()
-
-    def _replace(self, form: Form) -> None:
-        """Take a form that may be of another kind."""
-        for name in self.form.PARTS:
-            del self._buffers[name]
-        for name in form.PARTS:
-            self.register_buffer(name, getattr(form, name))
-        self._set(form)
 
     @property
     def weight(self) -> Tensor:
@@ -307,14 +301,13 @@ def form_in(way: str, weight: Tensor, scales: Tensor | None = None) -> Form:
 
 def replace_(model: nn.Module, name: str, form: Form) -> None:
     """Put a sparse layer in the place of a linear one, whose weight is let go, and its scales if the form has them."""
-    parent, _, last = name.rpartition(".")
     linear = model.get_submodule(name)
     layer = SparseLinear(form, getattr(linear, "bias", None)).train(linear.training)
     layer.origin = (linear, _Parameters(linear))  # in a tuple, it is no part of the model
     linear._parameters.update(weight=None, bias=None)
     if isinstance(form, CodedForm):
         take_off_grid_(linear, "weight")
-    setattr(model.get_submodule(parent), last, layer)
+    model.set_submodule(name, layer)
 
 
 class _Parameters:
@@ -376,7 +369,6 @@ def unsparsify_(model: nn.Module) -> list[str]:
         if on_grid is not None:
             put_on_grid_(linear, "weight", on_grid)
         linear._parameters["bias"] = None if layer.bias is None else parameters.again("bias", layer.bias)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, linear.train(layer.training))
+        model.set_submodule(name, linear.train(layer.training))
     guard_saving_(model)
     return list(layers)

@@ -1,7 +1,7 @@
 """A Hugging Face folder as a model whose sparse layers are never dense in memory."""
 
 from collections.abc import Mapping
-from copy import deepcopy
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..eligible import is_conv1d
 from ..export import huggingface
-from ..export.config_limits import bounded_by
 from ..files.encode import CODES, DENSE
 from ..files.reader import Tensors, open_tensors
 from ..files.safetensors_header import DTYPES
@@ -45,33 +44,17 @@ def load_packed(
     huggingface.check_folder(folder)
     with open_tensors(folder) as tensors:
         config = huggingface.read_config(folder, tensors)
-        model = _empty(huggingface.class_of(config, folder), config, tensors, device)
+        kind, model = huggingface.class_of(config, folder), None
+        with suppress(ValueError), register_module_parameter_registration_hook(_without_memory):
+            model = huggingface.empty(kind, config, folder, tensors, device)
         if model is not None:
-            huggingface.check_shapes(model, tensors)
             _fill_(model, tensors, device, vectors, least)
-    if model is None:
+    if model is None:  # load_model says what is wrong, if something is
         model = huggingface.load_model(folder, device)
         sparsify_(model, vectors=vectors, least=least)
         return model
     huggingface.read_generation_config_(model, folder)
     return model.eval()
-
-
-def _empty(kind: Any, config: Any, tensors: Tensors, device: torch.device) -> Any | None:
-    """The model with its buffers, its parameters without memory; None where that is not enough to fill it."""
-    dtype = huggingface.largest_dtype(tensors)
-    try:
-        with huggingface.without_initialisation(), huggingface.default_dtype(dtype), bounded_by(tensors):
-            with torch.device("meta"):
-                model = kind(deepcopy(config))  # before memory is taken for buffers
-            if huggingface.is_converted(model, tensors):
-                return None
-            with register_module_parameter_registration_hook(_without_memory), device:
-                model = kind(config)
-            model.tie_weights()
-    except Exception:  # few classes compute while they build; load_model says what is wrong with a configuration
-        return None
-    return model
 
 
 def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
@@ -141,11 +124,7 @@ def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: 
 
 def _give_memory_(model: nn.Module, device: torch.device) -> None:
     """Empty memory for every parameter that has none; those that are one stay one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    empty = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            empty = torch.empty_like(parameter, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))

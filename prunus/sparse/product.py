@@ -109,11 +109,7 @@ def _kernel_for(x: Tensor, form: Form, num: int) -> _cuda.Product | None:
         return _kernels().product_of_one
     if x.dtype == form.dtype and _nvrtc.is_there() and _cuda.most_at_once(form, index) > 1:
         return _cuda.gap_product(form, num, index)
-    return _by_triton if num <= MOST_TRITON else None
-
-
-def _by_triton(x: Tensor, gaps: Gaps, bias: Tensor | None) -> Tensor:
-    return _kernels().product(x.reshape(-1, gaps.shape[1]), gaps, bias).view(*x.shape[:-1], gaps.shape[0])
+    return _kernels().product if num <= MOST_TRITON else None
 
 
 _CSR = WeakIdKeyDictionary()  # by the values or codes of a form, whose type and zeros it has

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.json_file import strict_json
+from ..files.one_line import in_one_line
 from .tokens import read_bytes
 
 ASK = "Complete this Python function. Answer with the whole function in one Python code block.\n\n```python\n{}\n```"
@@ -83,11 +84,8 @@ def _problem(values: Any) -> Problem:
 def chat_prompt(tokenizer: Any, problem: Problem) -> list[int]:
     """Tokens that ask a chat model for the function; the tokenizer has a chat template."""
     messages = [{"role": "user", "content": ASK.format(problem.prompt.strip())}]
-    try:
+    with in_one_line("the tokenizer's chat template does not take a question"):  # it is a program from a file
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program from a file
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the tokenizer's chat template does not take a question: {reason}") from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..files.one_line import in_one_line
 from ..oneshot.by_block import BY_BLOCK, by_block, model_blocks
 from ..oneshot.disk_offload import opened
 from ..oneshot.distance import output_of
@@ -97,7 +98,7 @@ def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Mo
 @torch.no_grad()
 def token_quality(model: nn.Module, windows: Tensor) -> Quality:
     """Quality at every token but the first of each window."""
-    device, mode = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
 
     def sums_of(chunk: Chunk) -> tuple[list[float], int]:  # without the logits, which would be there in the next pass
         tokens = windows[chunk.rows].to(device)
@@ -107,9 +108,7 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
         losses = [F.cross_entropy(each.float(), target, reduction="sum").double().item() for each, target in both]
         return losses, sum(int((each.argmax(-1) == target).sum()) for each, target in both)
 
-    model.eval()
     sums = [each for _, each in _values(model, len(windows), _size(model, windows.shape[1]), sums_of)]
-    model.train(mode)
     loss, right = sum(loss for losses, _ in sums for loss in losses), sum(num for _, num in sums)
     num = windows.shape[0] * (windows.shape[1] - 1)
     return Quality(loss / num, right / num)
@@ -152,8 +151,8 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
 
 
 def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) -> Iterator[tuple[Chunk, T]]:
-    """What a pass over some of ``num`` samples gives, for all; a bar or lines say how much of it is done."""
-    chunks = [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
+    """What a pass over some of ``num`` samples gives in evaluation mode; a bar or lines say how much of it is done."""
+    mode, chunks = model.training, [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
     blocks = model_blocks(model) if model in BY_BLOCK else []
     with opened(model), progress_line(None, "evaluate") as report:
 
@@ -161,7 +160,11 @@ def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) 
             if report is not None:
                 report(num_done, total, "held-out samples")
 
-        yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
+        model.eval()
+        try:
+            yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
+        finally:
+            model.train(mode)
 
 
 def _size(model: Any, length: int) -> int:
@@ -173,7 +176,7 @@ def _size(model: Any, length: int) -> int:
 @torch.no_grad()
 def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
     """Samples, some at a time, and what the model returns for them in evaluation mode."""
-    device, mode = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
     # a classifier of text without a padding token cannot find the last token of several texts
     size = SIZE if getattr(model.config, "pad_token_id", 0) is not None or "input_ids" not in rows else 1
     if is_causal(model) and "input_ids" in rows:
@@ -183,16 +186,10 @@ def _passes(model: Any, rows: Rows) -> Iterator[tuple[Rows, Any]]:
         return {name: array[chunk.rows] for name, array in rows.items()}
 
     def returned(chunk: Chunk) -> Any:
-        try:
-            with wide_products(device, model):
-                return model(**{name: array.to(device) for name, array in part(chunk).items()})
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{type(model).__name__} cannot read samples of {', '.join(rows)}: {reason}") from error
+        odd = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+        what = f"{type(model).__name__} cannot read samples of {', '.join(rows)}"
+        with in_one_line(what, *odd), wide_products(device, model):
+            return model(**{name: array.to(device) for name, array in part(chunk).items()})
 
-    model.eval()
-    try:
-        for chunk, output in _values(model, num_rows(rows), size, returned):
-            yield part(chunk), output
-    finally:
-        model.train(mode)
+    for chunk, output in _values(model, num_rows(rows), size, returned):
+        yield part(chunk), output

@@ -336,7 +336,7 @@ def test_a_file_of_codes_becomes_sparse_layers_that_give_the_same_model_back(tmp
         on_grid, weight = grid_of(linear), packed.get_submodule(layer).weight
         if bits == 4 and on_grid is not None:  # as on a GPU
             way = "coded" if "q_proj" in layer else "coded gaps"
-            packed.get_submodule(layer)._replace(form_in(way, weight, scales_of_codes(weight, on_grid)))
+            packed.get_submodule(layer)._set(form_in(way, weight, scales_of_codes(weight, on_grid)))
             take_off_grid_(linear, "weight")
     assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
     unsparsify_(packed)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.machine import wait_for
 from ..data import TokenData
 from ..run import Run
-from ..tracking import environment
+from ..tracking import environment, timed
 from ..trainer import Training
 from .parts import PartClock, Peaks, due_events, event_step, instrument, not_apart, plain_step, seek_event, watched
 
@@ -88,10 +87,8 @@ def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda w
     progress("start")
     started = time.perf_counter()
     training = Training(run)
-    built = time.perf_counter()
-    training.train_step()  # in which the pruner checks what it was given
-    wait_for(training.device)
-    startup = {"build": built - started, "first step": time.perf_counter() - built}
+    startup = {"build": time.perf_counter() - started}
+    startup["first step"], _ = timed(training.train_step, training.device)  # in which the pruner checks its arguments
     due = to_the_middle(training, window.before - 1)
     progress("steps")
     seconds, loss = _median_seconds(training, window.measured)
@@ -145,11 +142,8 @@ def _median_seconds(training: Training, num: int) -> tuple[float, float]:
     size = num if training.device.type == "cuda" else max(1, num // STRETCHES)
     seconds, loss = [], 0.0
     for _ in range(num // size):
-        wait_for(training.device)
-        started = time.perf_counter()
-        losses = [plain_step(training) for _ in range(size)]
-        wait_for(training.device)
-        seconds.append((time.perf_counter() - started) / size)
+        took, losses = timed(lambda: [plain_step(training) for _ in range(size)], training.device)
+        seconds.append(took / size)
         loss = float(losses[-1])
     return statistics.median(seconds), loss
 
@@ -170,11 +164,7 @@ def _busy(training: Training, num: int) -> float | None:
     if training.device.type != "cuda":
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        started = time.perf_counter()
-        for _ in range(num):
-            plain_step(training)
-        wait_for(training.device)
-        seconds = time.perf_counter() - started
+        seconds, _ = timed(lambda: [plain_step(training) for _ in range(num)], training.device)
     on_gpu = [kernel for kernel in recorded.key_averages() if kernel.device_type == torch.autograd.DeviceType.CUDA]
     return min(1.0, sum(kernel.self_device_time_total for kernel in on_gpu) / 1e6 / seconds)
 
@@ -209,15 +199,15 @@ def steady_bytes(training: Training) -> dict[str, int]:
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sizes = {
-        "weights": _bytes([*training.model.parameters(), *training.model.buffers()], training.device),
-        "moments": _bytes(moments, training.device),
-        "masks": _bytes(pruner.masks.packed.values() if pruner else (), training.device),
-        "movement": _bytes(pruner.state_dict()["movement"].values() if pruner else (), training.device),
+        "weights": bytes_held([*training.model.parameters(), *training.model.buffers()], training.device),
+        "moments": bytes_held(moments, training.device),
+        "masks": bytes_held(pruner.masks.packed.values() if pruner else (), training.device),
+        "movement": bytes_held(pruner.state_dict()["movement"].values() if pruner else (), training.device),
     }
     return {name: size for name, size in sizes.items() if size}
 
 
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+def bytes_held(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the storages under the tensors on this device, each counted once."""
     there = [t.untyped_storage() for t in tensors if t.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())

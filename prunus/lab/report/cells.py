@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...files.json_file import read_json
 from ..run import Run
 from ..run_files import SLIM, RunFiles, slim_runs
-from ..schema import CELL, STUDY, STUDY_RESULT, Spec, check
+from ..schema import CELL, STUDY, STUDY_RESULT
 from ..study.arms import slug
 from ..study.intervals import deviation
 from ..study.tables import mixed_with
@@ -180,16 +179,10 @@ def mean_of(values: Sequence[Any]) -> float | None:
     return statistics.fmean(numbers) if numbers else None
 
 
-def read_checked(path: Path, spec: Spec) -> Json:
-    """The object in a file of a study; ValueError where it is not what ``spec`` says."""
-    values = read_json(path)
-    check(values, spec, f"{path}: ", "it")
-    return values
-
-
 def _read_study(folder: Path) -> Source:
     """The study in ``folder``, however far it is; a part that is missing is noted."""
-    study = read_checked(folder / "study.json", STUDY)
+    files = RunFiles(folder)
+    study = files.load_checked("study.json", STUDY)
     try:
         Run.from_json(study["base"])
     except ValueError as error:
@@ -197,18 +190,16 @@ def _read_study(folder: Path) -> Source:
     cells, notes = _read_cells(folder / "runs", slim_runs(folder))
     if not (folder / "runs").is_dir() and not (folder / SLIM).is_file():
         notes = ["The folder holds no runs, so there are no curves."]
-    path = folder / "study_result.json"
-    result = read_checked(path, STUDY_RESULT) if path.is_file() else {}
-    if path.is_file():
-        rows = [_row(row) for row in result["rows"]]
-        notes = _problems(result, cells) + notes
+    if files.has("study_result.json"):
+        result = files.load_checked("study_result.json", STUDY_RESULT)
+        rows, notes = [_row(row) for row in result["rows"]], _problems(result, cells) + notes
+        # runs that arms share are counted once
+        num_open = result["num_runs"] - result["num_finished"] - len(result["failed"])
     else:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
-    planned = sum(len(arm.get("cells", ())) for arm in study.get("arms", ()))
-    num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
-    if "num_runs" in result:  # which counts runs that arms share once
-        num_open = result["num_runs"] - result.get("num_finished", 0) - len(result.get("failed", ()))
+        planned = sum(len(arm["cells"]) for arm in study["arms"])
+        num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
     return Source(folder.resolve().name, "study", _in_order(cells, study), rows, study, notes, num_open)
 
 

@@ -32,7 +32,7 @@ Rows = Sequence[ArmRow]
 def ranking(source: Source) -> list[str]:
     """Arms from the best to the worst at the highest sparsity that they have."""
     ended = [row for row in source.rows if row.mean is not None]
-    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.sign * (row.mean or 0)))
+    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.metric.sign * (row.mean or 0)))
     return list(dict.fromkeys(row.arm for row in ranked))
 
 
@@ -78,7 +78,7 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
 
 def frame_of(source: Source) -> tuple[float, float] | None:
     """Quality that is shown: of all rows, without those that are far worse than the others of their sparsity."""
-    sign, ends = source.record.sign, []
+    sign, ends = source.record.metric.sign, []
     for sparsity in {row.sparsity for row in source.rows}:
         rows = [row for row in source.rows if row.sparsity == sparsity and row.mean is not None]
         middle = median(row.mean or 0 for row in rows) if rows else 0.0

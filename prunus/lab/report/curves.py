@@ -33,7 +33,7 @@ def loss_at(line: Json) -> float | None:
 
 def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
     """Picks a metric on held-out data, the run's own if none is named."""
-    name, scale = metric or record.metric, 1.0 if metric else record.scale
+    name, scale = metric or record.metric.name, 1.0 if metric else record.metric.scale
 
     def pick(line: Json) -> float | None:
         value = number(line["eval"].get(name)) if isinstance(line.get("eval"), dict) else None

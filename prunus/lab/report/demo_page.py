@@ -6,8 +6,8 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
+from ..run_files import RunFiles
 from ..schema import AMOUNT, COUNT, TEXT, Named, Spec
-from .cells import read_checked
 from .numbers import plain, short_percent, signed
 from .panel import NumberTable, Page, Section, cell
 
@@ -53,7 +53,7 @@ def in_one_line(rows: Sequence[Row], sparsity: float) -> str:
 
 
 def demo_page(folder: Path) -> Page:
-    values = read_checked(folder / DEMO_FILE, DEMO)
+    values = RunFiles(folder).load_checked(DEMO_FILE, DEMO)
     rows = [Row(**{name: row[name] for name in Row.__annotations__}) for row in values["rows"]]
     if not rows or not rows[0].perplexity or not rows[0].num_bytes:
         raise ValueError(f"{folder / DEMO_FILE} has no dense model to compare with; run prunus demo again")

@@ -1,14 +1,14 @@
 """Pages of models: what pruning left of one, and what it learned back from the dense one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from ...plot import layers_svg
+from ..run_files import RunFiles
 from ..schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, Spec
-from .cells import read_checked
 from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, in_words, line_trace
 from .numbers import duration, memory, number, plain
 from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, Trace, axis, cell, layout
@@ -55,11 +55,15 @@ SQUARES = " If outputs are not logits, the mean square of their difference stand
 
 def pruned_page(folder: Path) -> Page:
     """The figures of a pruned or shrunk model and a picture of its layers; in between its recovery, if it had one."""
-    result = read_checked(folder / "result.json", PRUNED)
+    result = RunFiles(folder).load_checked("result.json", PRUNED)
     rows, recovery, sizes = result["rows"], result.get("recovery"), result.get("sizes")
     metric = next((name for row in rows.values() for name in row if name not in ("sparsity", "parameters")), "metric")
-    has_zeros, sized = any(row["sparsity"] for row in rows.values()), {"parameters": _whole} if sizes else {}
-    shown = sized | ({"sparsity": "{:.2%}".format} if has_zeros or not sizes else {}) | {metric: _four_decimals}
+    shown: dict[str, Callable[[float | None], str]] = {}
+    if sizes:
+        shown["parameters"] = lambda value: "–" if value is None else f"{value:,.0f}"
+    if not sizes or any(row["sparsity"] for row in rows.values()):
+        shown["sparsity"] = "{:.2%}".format
+    shown[metric] = lambda value: "not finite" if value is None else f"{value:.4f}"
     cells = [[name, *(cell(row.get(key), text) for key, text in shown.items())] for name, row in rows.items()]
     table = NumberTable(SAME_DATA, ["model", *shown], cells)
     parts = [Section("held-out", "On held-out data", "", tables=[table])]
@@ -81,17 +85,9 @@ def pruned_page(folder: Path) -> Page:
     )
 
 
-def _whole(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def _four_decimals(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
-
-
 def recovered_page(folder: Path) -> Page:
     """What a recovery did: its curve, its figures and its settings."""
-    record = RecoveryRecord(read_checked(folder / RECOVERY_FILE, RECOVERY))
+    record = RecoveryRecord(RunFiles(folder).load_checked(RECOVERY_FILE, RECOVERY))
     columns = ["model", *(NAMES[metric] for metric in record.metrics)]
     rows = [[name, *(cell(value_of(one, m)) for m in record.metrics)] for name, one in record.models.items()]
     tables = [NumberTable(SAME_DATA, columns, rows)]

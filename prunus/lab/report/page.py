@@ -152,7 +152,7 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
         return ""
     at = f"At {short_percent(sparsity)} sparsity"
     unit = "perplexity" if source.record.is_language else "points of accuracy"
-    gains = {row.arm: -source.record.sign * (row.difference or 0) for row in rows}
+    gains = {row.arm: -source.record.metric.sign * (row.difference or 0) for row in rows}
     clear = [row for row in rows if row.verdict.startswith("better")]
     if clear:
         best = max(clear, key=lambda row: gains[row.arm])
@@ -195,7 +195,7 @@ def _sorted(source: Source, sparsity: float) -> list[ArmRow]:
     """Rows of a sparsity that have a mean, the best of the most seeds first; those of other budgets come behind."""
 
     def place(row: ArmRow) -> tuple[float, ...]:
-        return row.budget != source.budget, row.budget, -len(row.values), source.record.sign * (row.mean or 0)
+        return row.budget != source.budget, row.budget, -len(row.values), source.record.metric.sign * (row.mean or 0)
 
     return sorted(_ended(source, sparsity), key=place)
 
@@ -207,11 +207,11 @@ def figures(source: Source) -> list[tuple[str, str]]:
         return []
     seconds, done = result.get("seconds"), record.last_step * record.per_step
     evals = record.evals
-    last = number(evals[-1]["eval"].get(record.metric)) if evals else None
-    quality = "" if last is None else plain(last * record.scale) + " %" * (not record.is_language)
+    last = number(evals[-1]["eval"].get(record.metric.name)) if evals else None
+    quality = "" if last is None else plain(last * record.metric.scale) + " %" * (not record.is_language)
     pruning = mean_of([event.get("seconds") for event in record.events])
     texts = {
-        f"held-out {record.metric}": quality,
+        f"held-out {record.metric.name}": quality,
         "weights removed": percent(evals[-1].get("sparsity"), 2) if evals else "",
         f"{record.unit} read": count(done),
         "training time": duration(seconds) if seconds else "",

@@ -8,6 +8,7 @@ from ...files.json_file import is_deep
 from ..run import Run, run_of
 from ..run_files import RunFiles
 from ..schema import COUNT, FAILED, LINE, RESULT, check
+from ..study.intervals import ACCURACY, PERPLEXITY, Metric
 from .numbers import number
 
 Json = dict[str, Any]
@@ -57,18 +58,8 @@ class RunRecord:
         return "tokens" if self.is_language else "images"
 
     @property
-    def metric(self) -> str:
-        return "perplexity" if self.is_language else "accuracy"
-
-    @property
-    def scale(self) -> float:
-        """Accuracies are shown in percent."""
-        return 1.0 if self.is_language else 100.0
-
-    @property
-    def sign(self) -> int:
-        """1 where a lower metric is better, -1 where a higher one is."""
-        return 1 if self.is_language else -1
+    def metric(self) -> Metric:
+        return PERPLEXITY if self.is_language else ACCURACY
 
     @property
     def per_step(self) -> int:
@@ -83,13 +74,13 @@ class RunRecord:
     def has_diverged(self) -> bool:
         """Whether it ended with a loss or quality that is not finite."""
         ended = self.result or {}
-        return any(name in ended and number(ended[name]) is None for name in ("loss", self.metric))
+        return any(name in ended and number(ended[name]) is None for name in ("loss", self.metric.name))
 
     @property
     def quality(self) -> float | None:
         """The metric at the end, accuracy in percent; None while there is no end, and of a run that diverged."""
-        value = None if self.has_diverged else number((self.result or {}).get(self.metric))
-        return value and value * self.scale
+        value = None if self.has_diverged else number((self.result or {}).get(self.metric.name))
+        return value and value * self.metric.scale
 
     def layer_sparsity(self, line: Json) -> dict[str, float]:
         """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""

@@ -105,7 +105,7 @@ def _cost_text(source: Source) -> str:
 
 
 def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
-    metric, sign = source.record.metric, source.record.sign
+    metric, sign = source.record.metric.name, source.record.metric.sign
     rows = sorted(source.rows, key=lambda row: (row.sparsity, row.mean is None, sign * (row.mean or 0)))
     is_study = any(row.verdict for row in rows)
     looks = {}

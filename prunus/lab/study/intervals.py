@@ -21,6 +21,11 @@ class Metric:
     def of(self, result: Mapping[str, float]) -> float:
         return result[self.name] * self.scale
 
+    @property
+    def sign(self) -> int:
+        """1 where a lower value is better, -1 where a higher one is."""
+        return -1 if self.higher_is_better else 1
+
 
 PERPLEXITY = Metric("perplexity", higher_is_better=False)
 ACCURACY = Metric("accuracy", higher_is_better=True, scale=100.0, unit=" points")

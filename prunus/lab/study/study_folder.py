@@ -20,15 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASKS = "masks.safetensors"
-NUMBERS = (
-    "accuracy",
-    "sparsity",
-    "num_prunable",
-    "num_asked",
-    "tokens",
-    "examples",
-    "seconds",
-)  # every result has them
+NUMBERS = "accuracy sparsity num_prunable num_asked tokens examples seconds".split()  # every result has them
 QUALITIES = ("loss", "perplexity")  # null if the training diverged
 
 
