@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from .clocks import timed
 from .prune import MISTRAL
 
 Changed = TypeVar("Changed", bound=ChangedModel)
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
+SHAPES = {"Mistral-7B": MISTRAL, "Llama-3-70B": LLAMA_70B}  # of repair
 LLAMA_7B = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 LLAMA_7B |= {"num_key_value_heads": 32, "max_position_embeddings": 4096}
 PARTS = ("forwards", "grams", "factorisations", "iterations", "refine", "tune")
@@ -36,8 +39,9 @@ SELECTION = (14336, 4096, 1 / 3)  # neurons, outputs, and the share that goes
 
 @dataclass(frozen=True, kw_only=True)
 class RepairTime(Benchmark):
-    """Time repair, part by part, on a random model of Mistral-7B's shape, or with --model on a trained one."""
+    """Time repair, part by part, on a random model of a known shape, or with --model on a trained one."""
 
+    shape: Literal["Mistral-7B", "Llama-3-70B"] = "Mistral-7B"  # of the random model
     blocks: int = 32  # blocks of the random model
     model: Path | None = None  # Hugging Face folder of a trained model instead
     tokens: Path | None = None  # uint16 tokens to calibrate it on
@@ -55,8 +59,8 @@ class RepairTime(Benchmark):
             trained = load_trained(source)
             model, (tokens,), about = trained.model, trained.batches, self.model.name
         else:
-            model, tokens = random_llama(MISTRAL, self.blocks, (self.windows, self.length), device, place)
-            about = f"{self.blocks} blocks of Mistral-7B's shape"
+            model, tokens = random_llama(SHAPES[self.shape], self.blocks, (self.windows, self.length), device, place)
+            about = f"{self.blocks} blocks of {self.shape}'s shape"
         parameters = list(model.parameters())
         dtype = str(parameters[0].dtype).removeprefix("torch.")
         options = ["tune" if self.whole else "tune blocks"] * self.tune + ["offload"] * self.offload

@@ -26,7 +26,7 @@ def test_a_repaired_model_comes_back_and_every_part_is_timed(small_shape, offloa
 
 
 def test_the_page_draws_what_the_command_measured(measure, small_shape, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "MISTRAL", small_shape)
+    monkeypatch.setitem(costs.SHAPES, "Mistral-7B", small_shape)
     measure("repair --blocks 2 --windows 2 --length 6 --device cpu --offload")
     drawn = repair_figures.parts(tmp_path / "results")["times"]
     assert "| 2 blocks of Mistral-7B's shape, offload, 2 windows of 6, bfloat16 |" in drawn
