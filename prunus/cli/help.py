@@ -25,6 +25,7 @@ GROUPS = {
         "calibration": "eval_text eval_tokens eval_batches token_type start_token calibrate length eval_windows seed",
         "selection": "scope allocate include exclude only",
         "repair": "no_repair targets damping tune",
+        "recovery": "hard",
         "probe": "probe tau order reduction zero_gradient repair_probe",
         "output": "every_layer plot push private max_shard_size",
         "running": "dry_run memory batch gguf_file dtype offload checkpointing profile",
@@ -32,6 +33,7 @@ GROUPS = {
     "shrink": {
         "usual": "out text tokens batches size neurons heads layers recover device",
         "removal": "experts multiple split targets tune",
+        "recovery": "hard",
         "calibration": "samples eval_text eval_tokens eval_batches token_type start_token calibrate length "
         "eval_windows seed",
         "output": "every_layer plot push private max_shard_size",

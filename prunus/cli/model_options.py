@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import tyro
 
-from .shared_options import Flag, StartToken, TokenType
+from .shared_options import Flag, StartToken, TokenType, given
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -29,6 +29,7 @@ class ModelCommand:
     start_token: StartToken = "auto"  # begin windows with the start token; auto: for text, if the tokenizer adds it
     tune: Flag = False  # train each block, then the whole model, to match the dense outputs; slow on a CPU
     recover: str | None = None  # then train to match the dense model on this many tokens or samples, such as 20M
+    hard: float = 0.0  # with --recover: weight of the data's cross-entropy, added to the teacher loss
     calibrate: Literal["tokens", "self"] = "tokens"  # self: calibrate on text that the model generates, not on files
     length: int = 0  # tokens per window; 0: 256, at most the model's maximum
     eval_windows: int | None = None  # how many held-out windows; 0: all; default: 128, all of --batches, or as trained
@@ -71,3 +72,5 @@ class ModelCommand:
 
     def check(self) -> None:
         """Refuse options that make no sense before anything is loaded."""
+        for flag in given(self, "hard") if self.recover is None else ():
+            raise ValueError(f"without --recover nothing reads {flag}; leave it off")

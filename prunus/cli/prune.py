@@ -88,6 +88,7 @@ class Command(ModelCommand):
         return "row" if self.chosen_score == "wanda" else "global"
 
     def check(self) -> None:
+        super().check()
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), such as 0.5 for half, got {self.sparsity}")
         if self.scope == "2:4" and self.sparsity != 0.5:

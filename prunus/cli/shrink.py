@@ -61,6 +61,7 @@ class Command(ModelCommand):
     def check(self) -> None:
         from ..oneshot.widths import Wanted
 
+        super().check()
         wanted = {name: getattr(self, name) for name in WANTED}
         if all(value is None for name, value in wanted.items() if name != "multiple"):
             raise ValueError(

@@ -150,6 +150,14 @@ def test_figures_of_a_recovery_before_the_pruning_are_not_copied(folder):
     assert not (out / "recovery.json").exists() and (out / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
+def test_what_recovers_learns_from_the_data_as_well_where_that_is_asked(folder):
+    recovered = [prune(folder, "--recover", 400, *more, out=f"out{len(more)}")[0] for more in ([], ["--hard", 0.5])]
+    first, second = (load_file(out / "model.safetensors") for out in recovered)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name] == 0, second[name] == 0) for name in first if "proj" in name)
+
+
 def test_every_layer_is_shown_on_request_and_the_report_has_table_and_picture(folder, capsys):
     out, result = prune(folder, "--every-layer")
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().out
@@ -280,6 +288,7 @@ def test_a_gguf_file_comes_back_as_a_folder_of_plain_weights(folder):
         (["--eval-tokens", "story.txt.gz"], "tokenizer.encode"),
         (["--scope", "2:4", "--sparsity", "0.3"], "--scope 2:4 removes half, not 0.3"),
         (["--scope", "2:4", "--probe", "block"], "--probe less than that"),
+        (["--hard", "0.5"], "without --recover nothing reads --hard"),
         (["--no-repair", "--damping", "0.1"], "without a repair nothing reads --damping"),
         (["--repair-probe"], "without --probe nothing reads --repair-probe"),
         (["--scope", "row", "--allocate", "erk"], "use --scope layer"),
