@@ -51,7 +51,7 @@ def zero_each_kernel(
 ):  # fmt: skip
     """``zero_kernel`` of all tensors of a table."""
     tile = tl.program_id(0)
-    row = table + locate(table, num_tensors, tile, DEPTH) * 8
+    row = table + locate(table, num_tensors, tile, DEPTH) * COLUMNS
     first = (tile - tl.load(row + FIRST)) * TILE
     left, words = tl.load(row + NUMEL) - first, typed(tl.load(row + WORD), KIND, ALIGN) + first
     mask = tl.load(row + MASK).to(tl.pointer_type(tl.uint8)) + first // 8
