@@ -55,8 +55,9 @@ class Streams:
         self._ahead = False  # the dense stream has left one block more behind
         self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
         self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and stack of samples
-        self._outputs: dict[tuple[nn.Module, Chunk], Tensor] = {}  # in the pruned model, of layers that are solved
+        self._outputs: dict[tuple[nn.Module, Chunk], Any] = {}  # in the pruned model, of modules that are settled
         self._solved: list[nn.Module] = []  # of this block
+        self._settled: list[nn.Module] = []  # these, and modules in which nothing is left to solve
         self._room = 0.0  # bytes for outputs
         self._here = Chunk(0, 0, 1)  # samples of the pass
 
@@ -73,6 +74,7 @@ class Streams:
             self._room = self._room if self._solved else self._free_bytes()
             # what an attention returns changes with each of its weights
             self._solved += [reader.module for reader in self.readers[name] if not reader.is_attention]
+            self._settle()
 
     def _is_read(self, name: str) -> bool:
         """Whether the dense stream has passed all layers of a weight: it went ahead, and stored what they read."""
@@ -109,6 +111,7 @@ class Streams:
         """Forget what layers of this block returned: weights before them may have changed."""
         self._outputs.clear()
         self._solved.clear()
+        self._settled.clear()
 
     def forget(self) -> None:
         """Free the activations: no pass follows."""
@@ -181,18 +184,36 @@ class Streams:
         """The model as it is, or with its dense weights from the current position on."""
         if kind == "dense":
             return swapped(dict(self._values.values()))
-        return replaced({module: partial(self._output, module) for module in self._solved})
+        return replaced({module: partial(self._output, module) for module in self._settled})
 
-    def _output(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """What a solved layer returns, which is the same in every pass over a chunk until the block is left."""
+    def _settle(self) -> None:
+        """Note solved layers, and modules of the block in which nothing else is left to solve, such as an attention."""
+        block = list(self.blocks[self.position].modules()) if self.position < len(self.blocks) else []
+        solved = set(self._solved)
+        unsolved = {reader.module for own in self.readers.values() for reader in own} - solved
+        if block and unsolved.isdisjoint(block):
+            return  # a single pass is left, for which nothing has to be stored
+        self._settled = []
+        for module in block or solved:
+            inside = set(module.modules())
+            if "forward" not in vars(module) and unsolved.isdisjoint(inside) and not solved.isdisjoint(inside):
+                self._settled.append(module)
+
+    def _output(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What a settled module returns, which is the same in every pass over a chunk until the block is left."""
         output = self._outputs.get((module, self._here))
         if output is None:
             output = type(module).forward(module, *args, **kwargs)
-            if output.nbytes > self._room:
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
+            inner = [key for part in module.modules() if (key := (part, self._here)) in self._outputs]
+            size, freed = _num_bytes(output), sum(_num_bytes(self._outputs[key]) for key in inner)
+            if not all(isinstance(leaf, Tensor) for leaf in leaves) or size > self._room + freed:
                 return output
-            self._room -= output.nbytes
+            for key in inner:  # no pass asks for what is inside of it
+                del self._outputs[key]
+            self._room += freed - size
             self._outputs[module, self._here] = output
-        return output.clone()  # the model may change it in place
+        return pytree.tree_map_only(Tensor, Tensor.clone, output)  # the model may change it in place
 
     def _is_simple(self, group: Group) -> bool:
         """Whether its layers read one tensor, once, all in one block and with all tokens."""
@@ -282,9 +303,8 @@ class Streams:
                     stack.enter_context(reader.seen_by(partial(store, group)))
             self._run("dense", Chunk(0, 0, 1), last)
             seen, is_trial, self._inputs = self._inputs, False, {}
-            num_bytes = sum(x.nbytes for x in seen.values()) * len(self.calibration.samples)
             has_rows = len(seen) == len(groups) and all(x.shape[:1] == (1,) for x in seen.values())
-            if not has_rows or num_bytes > self._free_bytes():
+            if not has_rows or _num_bytes(seen) * len(self.calibration.samples) > self._free_bytes():
                 return
             self._inputs = {key: x.new_zeros(sizes[0], *x.shape[1:]) for key, x in seen.items()}
             if last is None:
@@ -299,6 +319,10 @@ def _size(calibration: Calibration) -> int:
     leaf = next(leaf for leaf in pytree.tree_leaves(stack.tree) if isinstance(leaf, Tensor) and leaf.ndim)
     length = leaf.shape[1] if leaf.ndim == 2 and not leaf.is_floating_point() else 32
     return max(1, TOKENS.get(calibration.device.type, 1024) // max(1, length))
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:

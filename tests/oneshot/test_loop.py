@@ -1,5 +1,6 @@
 """Any step goes through the one loop: it sees each group once, and what it returns can be resumed and undone."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,6 +19,7 @@ from prunus.oneshot.method import Method
 from prunus.oneshot.scoring import Scores
 from prunus.oneshot.step import Change, LayerRepair, Layers, keep_all_but
 from prunus.oneshot.steps import Mask
+from prunus.oneshot.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,53 @@ def test_a_layer_that_a_step_leaves_out_is_pruned_by_its_mask_and_says_so():
         Loop(calibration, level, mask).run(Nothing(), lambda names: None)
     assert all(int((weight.parameter == 0).sum()) == 7 for weight in calibration.weights.values())
     assert {repair.not_repaired for repair in level.repairs.values()} == {"the step left it out"}
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.roll(1, -1)
+
+
+class Attention(nn.Module):
+    """Returns a tuple, as those of transformers do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.core, self.output = nn.Linear(width, width), Counted(), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.output(self.core(self.inner(x))), None
+
+
+class InPlace(nn.Module):
+    """A block that changes what its attention returns."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.attention, self.up, self.down = Attention(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        mixed = self.attention(x)[0].add_(x)
+        return mixed + self.down(self.up(mixed).relu_())
+
+
+def test_a_module_whose_layers_are_solved_runs_once_more_and_memory_changes_no_bit(monkeypatch):
+    model, batches = nn.Sequential(*(InPlace(6) for _ in range(3))), [torch.randn(1, 6) for _ in range(8)]
+
+    def pruned(room):
+        copy = deepcopy(model)
+        with monkeypatch.context() as patch:
+            if room is not None:
+                patch.setattr(Streams, "_free_bytes", lambda self: room)
+            prune(copy, batches, sparsity=0.5, batch_size=1, progress=False)
+        return snapshot(copy), copy[1].attention.core.calls
+
+    expected, most = pruned(0)
+    for room in (100, 1000, None):
+        values, calls = pruned(room)
+        assert_same(values, expected)
+        assert calls <= most
+    assert calls <= 4 * len(batches)  # before the first block, dense, to find its outputs, and once more
