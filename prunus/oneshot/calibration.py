@@ -1,5 +1,6 @@
 """A model and the samples that passes run on: where they run, how many at a time, and what they have cost so far."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -79,7 +80,9 @@ class Calibration:
         self.disk = disk_offload_of(model)  # of a model whose blocks are read one at a time
         self.device = weights[0].parameter.device if self.offload is None else self.offload.device
         self.batch_size, self.memory = batch_size, memory
-        self.spill = None if memory is None else Spill(memory // 2, scratch)
+        self.spill = None
+        if memory is not None or self.disk is not None:
+            self.spill = Spill(math.inf if memory is None else memory // 2, scratch)
         self.meter = Meter()  # of the call that runs
         self.clock = Clock(self.device)
         self.cost = Cost()  # of the call that runs

@@ -133,7 +133,7 @@ def _admm(
         return None
     seen, iteration = support, 0
     for iteration in range(1, repair.iterations + 1):
-        multiplier = state.masked_fill(support, 0)
+        multiplier = torch.where(support, 0, state)
         rhs = state.sub_(multiplier, alpha=2).add_(problem.targets)
         with float32_products(rhs.device, repair.tf32):
             state = torch.addmm(multiplier, rhs, inverse, alpha=rho)

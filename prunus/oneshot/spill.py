@@ -6,6 +6,7 @@ gone when the process is, however that ends.
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 26  # bytes that are copied at a time
+SHARE = 0.25  # of the free disk that activations may take which could be computed again
 
 
 class Spill:
     """Memory for ``limit`` bytes of activations, and a file in ``folder`` for what is beyond it."""
 
-    def __init__(self, limit: int, folder: Path | None = None) -> None:
+    def __init__(self, limit: float, folder: Path | None = None) -> None:
         self.limit, self.folder = limit, Path(tempfile.gettempdir()) if folder is None else folder
         self.used = 0  # bytes in memory
         self._file: _File | None = None
@@ -34,9 +36,18 @@ class Spill:
             self.used += num_bytes
             finalize(rows, self._give_back, num_bytes)
             return rows
+        return self.in_file(like, size)
+
+    def in_file(self, like: Tensor, size: int) -> "FileRows":
+        """Room for as many rows, whatever the limit is."""
         if self._file is None:
             self._file = _File(self.folder)
         return FileRows(self._file, like, size)
+
+    def free_bytes(self) -> int:
+        """What the disk of the file still holds."""
+        folder = self.folder.absolute()
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
     def _give_back(self, num_bytes: int) -> None:
         self.used -= num_bytes
@@ -46,6 +57,38 @@ class Spill:
         if self._file is not None:
             self._file.file.close()
             self._file = None
+
+
+class Room:
+    """Room for ``memory`` bytes of activations and, with a spill, for a share of the free disk beyond them."""
+
+    def __init__(self, memory: float, spill: Spill | None = None) -> None:
+        self.memory, self.spill = memory, spill
+        self.disk = 0.0 if spill is None else SHARE * spill.free_bytes()
+
+    def has(self, num_bytes: int) -> bool:
+        return num_bytes <= self.memory + self.disk
+
+    def take(self, like: Tensor, size: int) -> "Tensor | FileRows":
+        """Room for ``size`` rows like those of a tensor."""
+        num_bytes = like[:1].nbytes * size
+        if self.spill is None or num_bytes <= self.memory:
+            self.memory -= num_bytes
+            return empty_rows(like, size)
+        self.disk -= num_bytes
+        return self.spill.in_file(like, size)
+
+    def copy(self, values: Tensor) -> "Tensor | FileRows":
+        rows = self.take(values, len(values))
+        rows[:] = values
+        return rows
+
+    def give(self, rows: "Tensor | FileRows") -> None:
+        """Take back the room of some rows."""
+        if isinstance(rows, FileRows):
+            self.disk += rows.nbytes
+        else:
+            self.memory += rows.nbytes
 
 
 class _File:
@@ -66,6 +109,15 @@ class _File:
                 return offset
         self.end += num_bytes
         return self.end - num_bytes
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        """Take a piece back, and join it with its neighbours: a larger one may need their place."""
+        gaps: list[tuple[int, int]] = []
+        for start, size in sorted([*self.gaps, (offset, num_bytes)]):
+            if gaps and sum(gaps[-1]) == start:
+                start, size = gaps[-1][0], gaps.pop()[1] + size
+            gaps.append((start, size))
+        self.gaps = gaps
 
     def write(self, offset: int, values: Tensor) -> None:
         left = _bytes_of(values)
@@ -103,7 +155,7 @@ class FileRows:
         self._row = like[:1].nbytes
         self.nbytes = size * self._row
         self._offset = file.take(self.nbytes)
-        finalize(self, file.gaps.append, (self._offset, self.nbytes))
+        finalize(self, file.give, self._offset, self.nbytes)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -146,6 +198,15 @@ def copy_rows_(into: Tensor | FileRows, rows: Tensor | FileRows) -> None:
     step = max(1, PIECE * len(rows) // max(1, rows.nbytes))
     for start in range(0, len(rows), step):
         into[start : start + step] = rows[start : start + step]
+
+
+def zero_rows(rows: Tensor | FileRows) -> Tensor | FileRows:
+    """The same rows, all zero."""
+    step = max(1, PIECE * len(rows) // max(1, rows.nbytes))
+    zeros = torch.zeros(1, dtype=rows.dtype, device=rows.device)
+    for start in range(0, len(rows), step):
+        rows[start : start + step] = zeros
+    return rows
 
 
 def _bytes_of(values: Tensor) -> memoryview:

@@ -21,8 +21,10 @@ from .layers import Inputs, Reader, readers
 from .resources import free_bytes
 from .samples import Chunk, Samples, mask_of
 from .shared_work import agreed
+from .spill import FileRows, Room, zero_rows
 
 Kind = Literal["dense", "pruned"]
+Rows = Tensor | FileRows
 Read = tuple[int, Tensor, Tensor | None]  # part of a weight, its inputs (..., in), and which of them are tokens
 TOKENS = {"cpu": 1024, "cuda": 16384}  # of a pass
 STORED = {"cpu": 1 << 30, "cuda": 1 << 32}  # bytes of a block's inputs, and of its outputs, that may be stored
@@ -54,11 +56,11 @@ class Streams:
         self.is_same = True  # no weight has changed yet, so that the pruned stream is the dense one too
         self._ahead = False  # the dense stream has left one block more behind
         self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
-        self._inputs: dict[tuple[str, int], Tensor] = {}  # in the dense model, by group of layers and stack of samples
+        self._inputs: dict[tuple[str, int], Tensor | FileRows] = {}  # in the dense model, by group and stack of samples
         self._outputs: dict[tuple[nn.Module, Chunk], Any] = {}  # in the pruned model, of modules that are settled
         self._solved: list[nn.Module] = []  # of this block
         self._settled: list[nn.Module] = []  # these, and modules in which nothing is left to solve
-        self._room = 0.0  # bytes for outputs
+        self._room = Room(0)  # for outputs
         self._here = Chunk(0, 0, 1)  # samples of the pass
 
     def replace_(self, name: str, parameter: nn.Parameter, value: Tensor, dense: Tensor) -> None:
@@ -71,7 +73,7 @@ class Streams:
             self._values[name] = parameter, own
         parameter.detach().copy_(value)
         if any(name in group.names and self._is_simple(group) for group in self.groups):
-            self._room = self._room if self._solved else self._free_bytes()
+            self._room = self._room if self._solved else self._free_room()
             # what an attention returns changes with each of its weights
             self._solved += [reader.module for reader in self.readers[name] if not reader.is_attention]
             self._settle()
@@ -201,30 +203,43 @@ class Streams:
 
     def _output(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What a settled module returns, which is the same in every pass over a chunk until the block is left."""
-        output = self._outputs.get((module, self._here))
-        if output is None:
+        stored = self._outputs.get((module, self._here))
+        if stored is None:
             output = type(module).forward(module, *args, **kwargs)
-            leaves = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
-            inner = [key for part in module.modules() if (key := (part, self._here)) in self._outputs]
-            size, freed = _num_bytes(output), sum(_num_bytes(self._outputs[key]) for key in inner)
-            if not all(isinstance(leaf, Tensor) for leaf in leaves) or size > self._room + freed:
-                return output
-            for key in inner:  # no pass asks for what is inside of it
+            self._keep_output(module, output)
+            return output
+        return pytree.tree_map(_copy, stored)  # the model may change it in place
+
+    def _keep_output(self, module: nn.Module, output: Any) -> None:
+        """Store it where there is room, in place of the outputs of what is inside, for which no pass asks any more."""
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if leaf is not None]
+        if not all(isinstance(leaf, Tensor) and leaf.ndim and leaf.numel() for leaf in tensors):
+            return
+        inner = [key for part in module.modules() if (key := (part, self._here)) in self._outputs]
+        freed = [rows for key in inner for rows in pytree.tree_leaves(self._outputs[key]) if rows is not None]
+        if self._room.has(sum(x.nbytes for x in tensors) - sum(rows.nbytes for rows in freed)):
+            for rows in freed:
+                self._room.give(rows)
+            for key in inner:
                 del self._outputs[key]
-            self._room += freed - size
-            self._outputs[module, self._here] = output
-        return pytree.tree_map_only(Tensor, Tensor.clone, output)  # the model may change it in place
+            del freed
+            self._outputs[module, self._here] = pytree.tree_map_only(Tensor, self._room.copy, output)
 
     def _is_simple(self, group: Group) -> bool:
         """Whether its layers read one tensor, once, all in one block and with all tokens."""
         is_once = group.stop == group.start and group.num_calls == group.num_inputs == 1
         return is_once and not group.is_routed and group.names[0] not in self.stacked
 
-    def _free_bytes(self) -> float:
-        """For the inputs of a block, and for its outputs: a quarter of the limit each, half is for the streams."""
-        device, memory = self.calibration.device, self.calibration.memory
+    def _free_room(self) -> Room:
+        """For the inputs of a block, and for its outputs: a quarter of the limit each, half is for the streams.
+
+        What is beyond it goes to the disk, and all of it where the model is there because it may fill main memory.
+        """
+        device, memory, spill = self.calibration.device, self.calibration.memory, self.calibration.spill
         free = min(STORED.get(device.type, 1 << 30), SHARE * free_bytes(device))
-        return free if memory is None or device.type != "cpu" else min(free, memory / 4)
+        if device.type != "cpu" or spill is None:
+            return Room(free)
+        return Room(0 if memory is None else min(free, memory / 4), spill)
 
     def _run(self, kind: Kind, chunk: Chunk, last: nn.Module | None) -> None:
         """A pass from the current position that ends with the module ``last``, if it does not end before."""
@@ -285,15 +300,16 @@ class Streams:
         if self.is_same:
             self.dense.copy_from(self.pruned, self.position)
         sizes = [stack.size for stack in self.calibration.samples.stacks]
-        is_trial = True  # one sample tells how much memory all would take
+        is_trial, seen = True, dict[tuple[str, int], Tensor]()  # one sample tells how much memory all would take
+        room = Room(0)
 
         def store(group: Group, _: Reader, inputs: Inputs) -> None:
             x, key = inputs[0].transpose(0, group.sample_dim), (group.names[0], self._here.stack)
             if is_trial:
-                self._inputs[key] = x
+                seen[key] = x
                 return
             if key not in self._inputs:  # zero where the dense model does not call the layer
-                self._inputs[key] = x.new_zeros(sizes[self._here.stack], *x.shape[1:])
+                self._inputs[key] = zero_rows(room.take(x, sizes[self._here.stack]))
             self._inputs[key][self._here.rows] = x
 
         last = self.blocks[self.position] if self.position < len(self.blocks) else None
@@ -302,11 +318,13 @@ class Streams:
                 for reader in self.readers[group.names[0]]:
                     stack.enter_context(reader.seen_by(partial(store, group)))
             self._run("dense", Chunk(0, 0, 1), last)
-            seen, is_trial, self._inputs = self._inputs, False, {}
+            is_trial = False
+            num_bytes = sum(x.nbytes for x in seen.values()) * len(self.calibration.samples)
             has_rows = len(seen) == len(groups) and all(x.shape[:1] == (1,) for x in seen.values())
-            if not has_rows or _num_bytes(seen) * len(self.calibration.samples) > self._free_bytes():
+            room = self._free_room()
+            if not has_rows or not room.has(num_bytes):
                 return
-            self._inputs = {key: x.new_zeros(sizes[0], *x.shape[1:]) for key, x in seen.items()}
+            self._inputs = {key: zero_rows(room.take(x, sizes[0])) for key, x in seen.items()}
             if last is None:
                 self.calibration.visit(self.size, lambda chunk: self._run("dense", chunk, None))
             else:
@@ -321,8 +339,8 @@ def _size(calibration: Calibration) -> int:
     return max(1, TOKENS.get(calibration.device.type, 1024) // max(1, length))
 
 
-def _num_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+def _copy(stored: Any) -> Any:
+    return stored[:] if isinstance(stored, FileRows) else stored.clone() if isinstance(stored, Tensor) else stored
 
 
 def _valid(x: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from prunus.oneshot.level import Level
 from prunus.oneshot.loop import Loop
 from prunus.oneshot.method import Method
 from prunus.oneshot.scoring import Scores
+from prunus.oneshot.spill import Room
 from prunus.oneshot.step import Change, LayerRepair, Layers, keep_all_but
 from prunus.oneshot.steps import Mask
 from prunus.oneshot.streams import Streams
@@ -213,7 +214,7 @@ def test_a_module_whose_layers_are_solved_runs_once_more_and_memory_changes_no_b
         copy = deepcopy(model)
         with monkeypatch.context() as patch:
             if room is not None:
-                patch.setattr(Streams, "_free_bytes", lambda self: room)
+                patch.setattr(Streams, "_free_room", lambda self: Room(room))
             prune(copy, batches, sparsity=0.5, batch_size=1, progress=False)
         return snapshot(copy), copy[1].attention.core.calls
 
