@@ -46,6 +46,8 @@ FORMS: dict[str, Form] = {
     **{f"{bits}-gptq": Form(bits, group, GPTQ) for bits, group in GROUPS.items()},
     **{f"{bits}-nearest": Form(bits, group, NEAREST) for bits, group in GROUPS.items()},
     "3-128": Form(3),
+    "4-32": Form(4, 32, f"{OURS}, groups of 32"),
+    "4-32-nearest": Form(4, 32, f"{NEAREST}, groups of 32"),
     **{f"{bits}-together": Form(bits, rounding=f"{OURS}, while pruning", together=True) for bits in (8, 4, 3)},
     "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
     "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
@@ -63,7 +65,7 @@ def quantised(
         seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), batches), device)
         yield theirs, seconds
         return
-    read = batches if form.rounding != NEAREST else []
+    read = [] if form.rounding.startswith(NEAREST) else batches
     plain = mock.patch.object(quantize_step, "descended", lambda weight, values, scales, *rest: (values, scales))
     with plain if form.rounding == GPTQ else nullcontext():  # without the descent that follows GPTQ
         seconds, undo = timed(lambda: quantize_model(model, read, form.grid, has_mask), device)
