@@ -12,6 +12,8 @@ from torch import Tensor
 from ..ranks import Ranks
 from .gram import Moments
 
+SUMMED = 256  # rows
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -64,7 +66,7 @@ class Problem:
         weight = torch.cat([dense.to(dtype) for dense in weights.values()])
 
         def energies(matrix: Tensor) -> Tensor:
-            return (weight @ matrix).mul_(weight).sum(1, dtype=torch.float64)
+            return _sums((weight @ matrix).mul_(weight))
 
         diagonal = moments.gram.diagonal().to(dtype)
         unit = diagonal.mean(dtype=torch.float64).clamp(min=torch.finfo(dtype).tiny).to(dtype)
@@ -122,9 +124,10 @@ class Problem:
         A row keeps its dense weights where rounding makes them the better ones, and a layer that loses nothing
         keeps all of them.
         """
-        weight = self.split((values - self.scaled()).div_(self.scale).add_(self.weight))
-        rounded = [_rounded(rows, self.weights[name].dtype) for name, rows in weight.items()]
-        solved, mask = self.costs(torch.cat(rounded).mul_(support), support), self.masked(support)
+        weight = torch.sub(values, scaled := self.scaled(), out=scaled).div_(self.scale).add_(self.weight)
+        for name, rows in self.split(weight).items():
+            _round_(rows, self.weights[name].dtype)
+        solved, mask = self.costs(weight.mul_(support), support), self.masked(support)
         is_pruned = self._sum_by_layer((support ^ self.live).sum(1)) > 0
         return _choose_rows(is_pruned & (solved.damped <= mask.damped), solved, mask)
 
@@ -149,12 +152,12 @@ class Problem:
         ridge = torch.full_like(self.scale, self.damping)
         if self.unseen is not None:
             ridge.masked_fill_(self.unseen, 1)
-        damping = (change.square() * ridge).sum(1, dtype=torch.float64)
+        damping = _sums(change.square().mul_(ridge))
         change.mul_(self.scale)
         gradient = change @ self.gram
         if self.drift is not None:
             gradient.sub_(self.drift, alpha=2)
-        damped = gradient.mul_(change).sum(1, dtype=torch.float64)
+        damped = _sums(gradient.mul_(change))
         return Candidate(weight, support, damped, (damped - damping + self.floor).clamp_(min=0))
 
     def total(self, values: Tensor) -> Tensor:
@@ -171,10 +174,16 @@ class Problem:
         return torch.cat([total.expand_as(part) for total, part in zip(sums, self.split(rows).values(), strict=True)])
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight`` as ``dtype`` holds it, but never zero: a weight that stays is not to count as pruned."""
-    rounded = weight.to(dtype)
-    return rounded.masked_fill(rounded == 0, torch.finfo(dtype).tiny).to(weight.dtype)
+def _round_(weight: Tensor, dtype: torch.dtype) -> None:
+    """Make ``weight`` what ``dtype`` holds of it, but never zero: a weight that stays is not to count as pruned."""
+    weight.copy_(weight.to(dtype))
+    weight.masked_fill_(weight == 0, torch.finfo(dtype).tiny)
+
+
+def _sums(matrix: Tensor) -> Tensor:
+    """Sums of rows in float64, some rows at a time on the CPU: torch copies there what it sums in another type."""
+    parts = matrix.split(SUMMED) if matrix.is_cpu else [matrix]
+    return torch.cat([part.sum(1, dtype=torch.float64) for part in parts])
 
 
 def _choose_rows(where: Tensor, first: Candidate, second: Candidate) -> Candidate:

@@ -136,20 +136,21 @@ def _admm(
         multiplier = torch.where(support, 0, state)
         rhs = state.sub_(multiplier, alpha=2).add_(problem.targets)
         with float32_products(rhs.device, repair.tf32):
-            state = torch.addmm(multiplier, rhs, inverse, alpha=rho)
+            state = multiplier.addmm_(rhs, inverse, alpha=rho)
+        del rhs
         support = _support(problem, state, choose)
         if iteration % LOOK == 0:
             num_changed, num_kept = problem.total(torch.stack([(support ^ seen).sum(), support.sum()])).tolist()
             if num_changed == 0:
                 break
             factor = 1.3 if num_changed >= 0.1 * num_kept else 1.2 if num_changed >= 0.005 * num_kept else 1.1
-            state = torch.where(support, state * factor, state)
+            torch.where(support, state * factor, state, out=state)
             rho *= factor
             inverse = None  # frees its memory for the next one
             if (inverse := inverse_of(problem.gram, rho, clock)) is None:
                 return None
             seen = support
-    return support, state * support / rho, iteration
+    return support, state.mul_(support).div_(rho), iteration
 
 
 def inverse_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
@@ -193,18 +194,19 @@ def least_squares(problem: Problem, support: Tensor, values: Tensor, num_steps: 
 def descended(gram: Tensor, targets: Tensor, support: Tensor, values: Tensor, num_steps: int) -> Tensor:
     """Scaled values on a support after conjugate gradients, each row with steps of its own."""
     values = values * support
-    residual = (targets - values @ gram).mul_(support)
-    enough = 0.01 * torch.finfo(values.dtype).eps * (targets * support).square().sum(1, keepdim=True)
+    residual = torch.sub(targets, image := values @ gram, out=image).mul_(support)
+    enough = 0.01 * torch.finfo(values.dtype).eps * (targets * support).square_().sum(1, keepdim=True)
     direction, square = residual.clone(), residual.square().sum(1, keepdim=True)
+    image, product = torch.empty_like(values), torch.empty_like(values)
     for _ in range(num_steps):
         if bool((square <= enough).all()):
             break
-        image = (direction @ gram).mul_(support)
-        curvature = (direction * image).sum(1, keepdim=True)
+        torch.mm(direction, gram, out=image).mul_(support)
+        curvature = torch.mul(direction, image, out=product).sum(1, keepdim=True)
         step = torch.where((square > enough) & (curvature > 0), square / curvature, 0)
         values.addcmul_(step, direction)
         residual.addcmul_(step, image, value=-1)
-        square, before = residual.square().sum(1, keepdim=True), square
+        square, before = torch.mul(residual, residual, out=product).sum(1, keepdim=True), square
         direction = direction.mul_(torch.where(before > 0, square / before, 0)).add_(residual)
     return values
 
