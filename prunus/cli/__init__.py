@@ -118,7 +118,6 @@ def _continued(name: str, args: list[str]) -> str:
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
-    """The command's dataclass from its options."""
     import tyro
 
     if {"-h", "--help"} & set(args):
@@ -141,7 +140,6 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
 
 def _refuse_moved(name: str, args: list[str]) -> None:
-    """Answer a flag that is not there any more with the one to write."""
     for number, arg in enumerate(args):
         flag, _, value = arg.partition("=")
         if new := MOVED.get((name, flag)):
@@ -150,7 +148,6 @@ def _refuse_moved(name: str, args: list[str]) -> None:
 
 
 def _mistake(kind: type[Any], page: str) -> str:
-    """One line from the page that the parser prints about a mistake."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
     if len(lines) > 3 and lines[1].startswith("Missing from"):
@@ -169,7 +166,6 @@ def _mistake(kind: type[Any], page: str) -> str:
 
 
 def _fail(who: str, what: str) -> NoReturn:
-    """End with one line on standard error."""
     from .console import escaped
 
     of_ranks = ("prunus train", "prunus recover", "prunus prune", "prunus shrink")

@@ -53,7 +53,6 @@ def print(*lines: object, file: TextIO | None = None, flush: bool = False) -> No
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, which escapes what is not ASCII itself."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
@@ -81,7 +80,6 @@ def escaped_messages() -> Iterator[None]:
 
 
 def print_traceback(_: Any, error: BaseException, trace: Any) -> None:
-    """An exception hook: the usual traceback, whose message may quote a file, too."""
     builtins.print(_escaped_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
 
@@ -149,7 +147,6 @@ def progress_bar(title: str, total: int, *, is_alone: bool = True) -> "Iterator[
 
 
 def steps_bar(console: Console, *, is_shown: bool = True) -> Progress:
-    """A bar with a title, shown only in a terminal."""
     columns = (
         TextColumn("{task.description:18}", markup=False),
         BarColumn(bar_width=24),

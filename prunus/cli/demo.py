@@ -100,7 +100,6 @@ def run(command: Command) -> None:
 
 
 def _trained(run: Run) -> "Training":
-    """A training that has ended, with its last weights; one that was interrupted continues."""
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.trainer import Training, train
 

@@ -63,7 +63,6 @@ def run(command: Command) -> None:
 
 
 def _show(diagnosis: "Diagnosis") -> None:
-    """Print the table, the findings, the warnings, the notes, and last the verdict."""
     console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Terminal(width=PIPED)
@@ -107,7 +106,6 @@ def _print_layers(layers: "Sequence[TensorReport]", console: Terminal) -> None:
 
 
 def _cells(layer: "TensorReport") -> tuple[str, ...]:
-    """What stands in the columns, and the notes."""
     from ..doctor.findings import share
 
     name = layer.name.removesuffix(".weight")  # the module's, so that the line stays short

@@ -94,7 +94,6 @@ GUIDE = {  # the page of docs/ on a command, with what it prints and what goes w
 
 
 def help_page(kind: type[Any], name: str) -> str:
-    """An example, the guide's page, and the parser's for a class that has the command's options in groups."""
     import tyro
 
     left = {option.name: option for option in _options(kind, tyro.MISSING_NONPROP)}

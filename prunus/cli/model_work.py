@@ -216,13 +216,11 @@ def write_folder(
 
 
 def cost_figures(cost: Cost, recovery: Recovery | None) -> dict[str, Any]:
-    """What the work cost, and what the recovery did, for result.json."""
     figures = {name: getattr(cost, name) for name in ("passes", "forwards", "seconds", "peak_bytes")}
     return figures if recovery is None else figures | {"recovery": recovery.figures()}
 
 
 def print_written(command: ModelCommand, cost: Cost, recovery: Recovery | None, done: str) -> None:
-    """Say what the recovery did, and what was written; ``done`` is what was done to the model."""
     if recovery is not None:
         print(*str(recovery).splitlines())
     memory = f" with at most {cost.peak_bytes / 2**30:.2f} GiB of memory" if cost.peak_bytes else ""  # if measured
@@ -230,7 +228,6 @@ def print_written(command: ModelCommand, cost: Cost, recovery: Recovery | None, 
 
 
 def publish(command: ModelCommand) -> None:
-    """Write the chart and push the folder, where that was asked for."""
     if command.plot is not None:
         save(layers_chart(read_json(command.out / "result.json")["layers"]), command.plot)
     if command.push is not None:

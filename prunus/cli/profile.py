@@ -71,7 +71,6 @@ def _print(profiles: "Profiles") -> None:
 
 
 def rows_of(profiles: "Profiles") -> list[list[str]]:
-    """Part, time and highest memory in each profile, and what it is; an event comes on top of its step."""
     from ..lab.profile.parts import PARTS
 
     rows = []
@@ -96,7 +95,6 @@ def _size(num_bytes: int | None) -> str:
 
 
 def summary(profile: "StepProfile") -> list[str]:
-    """The figures that need no table."""
     from ..lab.profile.compile_arms import compile_words
 
     tokens = f", {profile.tokens_a_second:,.0f} tokens/s" if profile.tokens_a_second else ""

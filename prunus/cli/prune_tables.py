@@ -33,8 +33,6 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds by part, and the state of the device."""
-
     seconds: Mapping[str, float]
     rows: int  # per pass, at the end; 0 where no gradient was read
     halved: int  # how often memory ran out
@@ -60,7 +58,6 @@ def split(parts: Mapping[str, float], total: float) -> dict[str, float]:
 
 
 def advice(profile: Profile) -> list[str]:
-    """What would make the run faster or smaller; at least one sentence."""
     found = []
     if profile.halved:
         times = "once" if profile.halved == 1 else f"{profile.halved} times"
@@ -94,7 +91,6 @@ def advice(profile: Profile) -> list[str]:
 
 
 def _room(profile: Profile) -> str:
-    """Options that leave more memory for activations and were not used."""
     if profile.checkpointing or profile.schedule in ("none", "joint"):
         return "shorter windows (--length) or --offload"
     return "--checkpointing, shorter windows (--length) or --offload"
@@ -102,8 +98,6 @@ def _room(profile: Profile) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A model that was pruned, and the figures."""
-
     model: TrainedModel
     result: Result
     rows: dict[str, dict[str, float]]  # sparsity and metric of the dense model, the pruned one and the comparison
@@ -114,7 +108,6 @@ class Outcome:
 
     @property
     def in_bits(self) -> Result:
-        """What put the weights onto grids, if they are."""
         return self.quantised or self.result
 
     @property
@@ -127,7 +120,6 @@ class Outcome:
 
 
 def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:
-    """One table of the layers and one of the models; ``asked`` is the sparsity asked for."""
     result, console = outcome.result, wide_console()
     is_recovered = outcome.quantised is not None
     table = _kinds(outcome.layers, console.width, is_recovered=is_recovered)
@@ -182,7 +174,6 @@ def _kinds(layers: Sequence[Layer], width: int, *, is_recovered: bool = False) -
 
 
 def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], width: int) -> Table:
-    """One row for all layers whose names differ in numbers only, with what each kind takes in the file."""
     rows, layers = [], result.layers
     errors = {"error": "bits_error"} if any(layer.bits_error is not None for layer in layers) else {}
     for kind, alike in _by_kind(layers).items():
@@ -236,7 +227,6 @@ def _fitting_table(title: str, rows: Sequence[Mapping[str, str]], width: int, fi
 
 
 def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
-    """One row per layer; columns of the probe are left out without one."""
     rows, errors = [], _errors(outcome.layers, is_recovered=outcome.quantised is not None)
     for layer in outcome.layers:
         tau = "" if layer.tau is None else f"{layer.tau:.4g}"
@@ -252,14 +242,12 @@ def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
 
 
 def print_profile(profile: Profile) -> None:
-    """Where time and memory went, and what to change."""
     headings = ("part", "cost", "meaning")
     wide_console().print(table_of("where time and memory went", headings, table_rows(profile), texts=("meaning",)))
     print(*advice(profile))
 
 
 def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
-    """Rows (what, how much, meaning) of the table."""
     rows = [
         (part, f"{seconds:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, seconds in profile.seconds.items()
     ]

@@ -49,7 +49,6 @@ class Quantising(ModelCommand):
 
 
 def export(command: Quantising) -> None:
-    """Quantise a pruned model, and write it."""
     if not is_to_do(command):
         return
     with working(command):
@@ -100,7 +99,6 @@ def warn_if_dense(command: ModelCommand, model: nn.Module) -> None:
 
 
 def print_bits(command: ModelCommand, bits: int, level: Level, saved: Saved) -> None:
-    """Say how many bits a weight takes, how large the files are, and what loads weights without a config."""
     of = "" if len(level.grids) == len(level.weights) else f" in {len(level.grids)} of {len(level.weights)} layers"
     size, dense = sum((command.out / path.name).stat().st_size for path in saved.files), saved.dense_bytes
     if size < dense:  # a dense model has no codes in its file

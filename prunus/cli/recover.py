@@ -68,7 +68,6 @@ class Command:
 
     @property
     def unfinished(self) -> Path:
-        """The folder for checkpoints, until the result is in its place."""
         return self.out.with_name(f".{self.out.name}.unfinished")
 
 
@@ -106,7 +105,6 @@ def run(command: Command) -> None:
 
 
 def check(command: Command) -> None:
-    """Refuse options that make no sense before anything is loaded."""
     number_of(command.budget)
     check_new_folder(command.out)
     if not (command.model / "config.json").is_file():
@@ -128,7 +126,6 @@ def check(command: Command) -> None:
 
 
 def _arguments(command: Command) -> Any:
-    """Settings of the Trainer, which joins the processes that torchrun started."""
     from ..lab.recipe import device_named
     from ..recovery.training_options import training_arguments
 

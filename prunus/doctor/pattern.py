@@ -43,7 +43,6 @@ class Counts:
 
 
 def count_kept(keep: Tensor) -> Counts:
-    """Counts of a boolean (rows, columns)."""
     num_rows, num_columns = keep.shape
     rows = torch.zeros(num_rows, dtype=torch.int64)
     columns = torch.zeros(num_columns, dtype=torch.int64)
@@ -91,7 +90,6 @@ def num_crowded(keep: Tensor, n: int, m: int) -> int:
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite."""
     flat, number = tensor.reshape(-1), 0
     for start in range(0, len(flat), CHUNK):
         chunk = widened(flat[start : start + CHUNK])

@@ -45,7 +45,6 @@ class Exported:
 
 
 def convert(path: Path, job: ExportJob) -> Exported:
-    """Write the tensors of a file or folder, small or plain, as ``job`` says."""
     with open_tensors(path) as tensors:
         before = sum(file.path.stat().st_size for file in tensors.files)
         source = from_files(tensors)

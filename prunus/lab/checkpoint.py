@@ -106,7 +106,6 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a run folder."""
     _remove(checkpoints_in(folder))
 
 

@@ -35,7 +35,6 @@ class Team:
         return self.rank == 0
 
     def place(self, device: torch.device) -> torch.device:
-        """The device of this rank: of several GPUs that of its local rank."""
         if self.kind == "none" or device.type != "cuda":
             return device
         if device.index is not None and self.size > 1:
@@ -98,7 +97,6 @@ class Team:
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if self.kind == "none" else [device]
 
     def mean(self, value: Tensor) -> Tensor:
-        """Mean of a scalar over ranks."""
         return value if self.kind == "none" else self.rows(value.reshape(1)).mean()
 
     def rows(self, own: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ Data = TokenData | ImageData
 
 
 def data_of(run: Run) -> Data:
-    """The data that a run reads."""
     return load(
         run.data,
         context=run.context,
@@ -99,7 +98,6 @@ def num_asked(run: Run, weights: Sequence[Weight]) -> int:
 
 
 def device_named(name: str) -> str:
-    """The device that a run names; auto takes a GPU where there is one."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

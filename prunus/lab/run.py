@@ -40,7 +40,6 @@ def is_launched() -> bool:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun started this process in place of one that failed."""
     return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -198,7 +197,6 @@ class Run:
             raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
     def check_launch(self) -> None:
-        """Raise ValueError where the number of ranks does not fit the run."""
         ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
         if self.parallel == "none" and ranks > 1:
             raise ValueError(
@@ -245,12 +243,10 @@ class Run:
 
     @property
     def event_period(self) -> int:
-        """Steps from one event of the ramp to the next."""
         return self.every or getattr(self.sparsity_schedule(), "period", 1)
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Which weights may be pruned, as arguments of ``eligible``."""
         return {"include": self.include, "exclude": self.exclude, "only": self.only}
 
     def to_json(self) -> dict[str, Any]:
@@ -320,7 +316,6 @@ def check_field(name: str, value: Any, where: str) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """The run that a folder holds."""
     path = folder / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no run.json")
@@ -328,7 +323,6 @@ def read_run(folder: Path) -> Run:
 
 
 def run_of(values: dict[str, Any], path: Path) -> Run:
-    """The run that the content of a run.json describes."""
     if not isinstance(values.get("run"), dict):
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
     try:

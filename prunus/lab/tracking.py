@@ -32,7 +32,6 @@ Result = TypeVar("Result")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit: what is needed to understand a number."""
     packages = ("prunus", "torch", "numpy", "triton")
     return {
         "python": platform.python_version(),
@@ -48,7 +47,6 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> str:
-    """The GPU's name, or the CPU's model and number of cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -158,8 +156,6 @@ def utilisation_reader(device: torch.device) -> Callable[[], float] | None:
 
 @dataclass(frozen=True)
 class Sink:
-    """One tracker of one run."""
-
     log: Callable[[Mapping[str, float], int], object]  # numbers by name, and their step
     close: Callable[[], object]
 
@@ -211,7 +207,6 @@ class Tracker:
 
 
 def check_installed(names: tuple[str, ...]) -> None:
-    """Refuse a tracker whose package is missing, before anything is made."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--track {name} needs the package {name}: pip install 'prunus[{name}]'")
@@ -263,7 +258,6 @@ def tensorboard_sink(run: Run, step: int) -> Sink:
 
 
 def trackio_sink(run: Run, step: int) -> Sink:
-    """Hugging Face's local-first tracker, in the project prunus: ``trackio show``."""
     trackio: Any = import_module("trackio")
     project = os.environ.get("TRACKIO_PROJECT", "prunus")
     name = "-".join(run.out.resolve().parts[-2:])

@@ -63,7 +63,6 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
 
 
 def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """The model that ``export_checkpoint`` wrote, in evaluation mode."""
     run, _, shape = described(folder)
     with open_tensors(folder) as tensors:
         shapes = {name: record.layout.shape for name, record in tensors.records.items()}
@@ -78,7 +77,6 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
 
 
 def _shape(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the model must know of its data, from the shapes of its weights."""
     if MODELS[model].kind == "tokens":
         return {"vocab_size": shapes["embedding.weight"][0], "context": shapes["positions.weight"][0]}
     matrices = [shape for shape in shapes.values() if len(shape) > 1]

@@ -45,8 +45,6 @@ class DenseStart:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ended with; sparsity is counted from the zeros."""
-
     steps: int
     examples: int
     tokens: int
@@ -137,7 +135,6 @@ class Training:
 
     @property
     def held_out(self) -> str:
-        """How much of the held-out data ``evaluate`` reads."""
         total, unit = self.data.num_held_out, "windows" if isinstance(self.data, TokenData) else "images"
         return held_out_words(self.run.eval_size or total, total, unit, "the first")
 
@@ -171,7 +168,6 @@ class Training:
         }
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the tensors of a model; ValueError where they do not fit this one."""
         with in_one_line(f"the weights do not fit {self.run.model} on {self.run.data}", RuntimeError, TypeError):
             self.model.load_state_dict(tensors)
 

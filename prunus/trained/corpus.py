@@ -184,7 +184,6 @@ def _document(line: bytes, place: str) -> bytes:
 
 
 def _documents(file: BufferedIOBase, part: Stretch) -> Iterator[Piece]:
-    """The documents of .jsonl that begin in a part of it."""
     _go_to_line(file, part.begin, LONGEST_LINE)
     left = part.num
     while left > 0 and file.tell() < part.until and (line := file.readline(LONGEST_LINE + 1)):

@@ -32,7 +32,6 @@ class TokenFile:
     notes: Sequence[str] = ()  # what of a text was not read
 
     def split(self) -> "tuple[TokenFile, TokenFile]":
-        """All but the last tenth, and that."""
         edge = len(self.ids) - len(self.ids) // HELD_OUT
         return replace(self, ids=self.ids[:edge]), replace(self, ids=self.ids[edge:])
 
@@ -56,7 +55,6 @@ class TokenCache:
 def read_token_file(
     path: Path, folder: Path, token_type: str = "auto", gguf_file: str | None = None, *, is_text: bool = False
 ) -> TokenFile:
-    """Tokens of a token file, or of a text by the tokenizer in the model's folder."""
     if not is_text and suffix_of(path) in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
         return TokenFile(path, read_tokens(path, token_type))
     if is_text:
@@ -97,7 +95,6 @@ def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
 
 
 def start_tokens(choice: str, files: Sequence[TokenFile], model: Any) -> list[int]:
-    """Tokens that open every window."""
     if choice == "no":
         return []
     added = next((list(file.start) for file in files if file.start), [])
@@ -126,12 +123,10 @@ def text_config(model: Any) -> Any:
 
 
 def longest_window(model: Any) -> int:
-    """Default number of tokens in a window."""
     return min(256, getattr(text_config(model), "max_position_embeddings", None) or 256)
 
 
 def is_causal(model: Any) -> bool:
-    """Whether the model predicts the next token of what it reads."""
     return reads_tokens(model) and model.can_generate() and not model.config.is_encoder_decoder
 
 
@@ -193,7 +188,6 @@ def windows_at(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[
 
 
 def num_windows(ids: np.ndarray, length: int, start: Sequence[int]) -> int:
-    """How many windows there are side by side."""
     return len(ids) // _step(length, start)
 
 

@@ -54,7 +54,6 @@ def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str,
 
 
 def _seconds_of_one(run: Callable[[], int]) -> float:
-    """Seconds of one token or sample, over calls that take a while together."""
     began, num = time.perf_counter(), 0
     while not num or time.perf_counter() - began < SECONDS:
         num += run()

@@ -51,7 +51,6 @@ class TrainingBatches(Sequence[Any]):
 
 
 def in_batches(samples: Tensor | Rows, size: int) -> list[Any]:
-    """Held-out samples, ``size`` a batch."""
     if isinstance(samples, Tensor):
         return list(samples.split(size))
     firsts = range(0, num_rows(samples), size)

@@ -120,7 +120,6 @@ def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def joined(paths: Sequence[Path]) -> np.ndarray:
-    """The bytes of all files, concatenated."""
     return np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
 
 
@@ -157,7 +156,6 @@ def read_idx(folder: Path, name: str, num_dims: int) -> np.ndarray:
 
 
 def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
-    """Train and test images of a folder."""
     has_bin = any((folder / f"{name}.bin").is_file() for name in TRAIN + TEST)
     parts = [(_read_cifar_binary if has_bin else _read_cifar_package)(folder, names) for names in (TRAIN, TEST)]
     for images in parts:

@@ -43,7 +43,6 @@ def _measure(run: Run, window: Window, cache: str) -> dict[str, Any]:
 
 
 def compared(eager: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
-    """Figures of both arms, and the second over the first."""
     gain = eager["seconds"] - compiled["seconds"]
     peaks = [sum(arm["memory"]["peak"].values()) for arm in (eager, compiled)]
     startups = [sum(arm["startup"].values()) for arm in (eager, compiled)]
@@ -60,7 +59,6 @@ def compared(eager: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
 
 
 def sentences(figures: dict[str, Any]) -> list[str]:
-    """What compile does, one sentence a figure."""
     steps = figures["pays_after_steps"]
     pays = "it never pays for that" if steps is None else f"it pays for that after {max(0, steps):,.0f} steps"
     eager_ms, compiled_ms = (f"{1e3 * seconds:.2f} ms" for seconds in figures["seconds"])

@@ -21,8 +21,6 @@ STRETCHES = 5
 
 @dataclass(frozen=True)
 class Window:
-    """How many steps are taken before the measurement, and how many are measured."""
-
     before: int = 10
     measured: int = 20
 
@@ -44,8 +42,6 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Everything that was measured of one run."""
-
     run: Run
     device: str
     seconds: float  # a step without an event, nothing marked
@@ -181,7 +177,6 @@ def time_events(training: Training, due: list[int]) -> float | None:
 
 
 def measured_memory(training: Training, due: list[int]) -> Memory:
-    """Memory of one ordinary step and, where there are events, of an event."""
     gc.collect()
     fixed, total = steady_bytes(training), Peaks(training.device).now()
     step, event = Peaks(training.device), Peaks(training.device)
@@ -195,7 +190,6 @@ def measured_memory(training: Training, due: list[int]) -> Memory:
 
 
 def steady_bytes(training: Training) -> dict[str, int]:
-    """Bytes of the tensors that stay from step to step, by category."""
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sizes = {

@@ -131,7 +131,6 @@ def not_apart(training: Training) -> list[str]:
 
 
 def due_events(training: Training) -> list[int]:
-    """Steps of a few events in the middle of the schedule."""
     pruner = training.pruner
     if pruner is None or pruner.schedule is None or not pruner.schedule.final:
         return []

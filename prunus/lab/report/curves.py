@@ -32,7 +32,6 @@ def loss_at(line: Json) -> float | None:
 
 
 def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
-    """Picks a metric on held-out data, the run's own if none is named."""
     name, scale = metric or record.metric.name, 1.0 if metric else record.metric.scale
 
     def pick(line: Json) -> float | None:
@@ -77,7 +76,6 @@ def metric_name(record: RunRecord) -> str:
 
 
 def run_panels(record: RunRecord) -> list[Panel]:
-    """Loss and quality of one run."""
     logged, held_out = points([record], loss_at), points([record], quality_at(record, "loss"))
     quality, name = points([record], quality_at(record)), metric_name(record)
     x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
@@ -118,7 +116,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
 
 
 def _place(step: int, record: RunRecord) -> list[Number]:
-    """A step, and what was read until then, as cells of a table."""
     return [cell(step, "{:,}".format), cell(step * record.per_step, "{:,}".format)]
 
 

@@ -28,8 +28,6 @@ LINE, BARS = 30, ((124, 195), (335, 145))  # pixels: of a row, and where each co
 
 @dataclass(frozen=True)
 class Row:
-    """A model of the demo."""
-
     name: str
     done: str
     perplexity: float
@@ -75,7 +73,6 @@ def demo_page(folder: Path) -> Page:
 
 
 def _bars(rows: Sequence[Row]) -> str:
-    """Two bars a model: what it adds to the perplexity of the dense one, and its bytes."""
     added, sizes = [max(0.0, r.perplexity / rows[0].perplexity - 1) for r in rows], [r.num_bytes for r in rows]
     drawn = [
         _text(start, 14, heading, "muted") for (start, _), heading in zip(BARS, ("perplexity", "file"), strict=True)

@@ -86,7 +86,6 @@ def pruned_page(folder: Path) -> Page:
 
 
 def recovered_page(folder: Path) -> Page:
-    """What a recovery did: its curve, its figures and its settings."""
     record = RecoveryRecord(RunFiles(folder).load_checked(RECOVERY_FILE, RECOVERY))
     columns = ["model", *(NAMES[metric] for metric in record.metrics)]
     rows = [[name, *(cell(value_of(one, m)) for m in record.metrics)] for name, one in record.models.items()]
@@ -114,8 +113,6 @@ def title_of(metric: str) -> str:
 
 @dataclass(frozen=True)
 class RecoveryRecord:
-    """What a recovery left in its file, and the chart and sentences of it."""
-
     values: Json
 
     @cached_property
@@ -178,7 +175,6 @@ class RecoveryRecord:
         return Panel(name, in_words(name, curve, self.unit), traces, look, table, height=340)
 
     def _curve(self, curve: Sequence[Point]) -> Trace:
-        """Points of the student, the largest where its state was kept."""
         shown = at_most(curve, MAX_POINTS)
         trace = line_trace("recovered", shown, MARKS["recovered"], HOVER)
         trace["marker"] |= {"size": [11 if p.step == self.values["best_step"] else 5 for p in shown], "opacity": 1}

@@ -44,7 +44,6 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def render(source: Source) -> str:
-    """The page of runs as text; the same folder gives the same page."""
     parts = headline(source), lede(source), sections(source), figures(source), source.notes
     return html_of(Page(source.kind, source.title, *parts))
 
@@ -64,7 +63,6 @@ def html_of(page: Page) -> str:
 
 @cache
 def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
-    """The template of all pages, and what is the same in each."""
     files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
     html, style, own = (file.read_text(encoding="utf-8") for file in files)
     scripts: list[str] = []
@@ -102,7 +100,7 @@ def headline(source: Source) -> str:
     if not source.is_comparison:
         return _of_run(source.record)
     if not any(row.mean is not None for row in source.rows):
-        failed = sum(bool(cell.record.failure) for cell in source.cells)
+        failed = sum(bool(cell.failure) for cell in source.cells)
         some = f"; {failed} failed" if failed else ""
         return f"{len(source.cells)} runs, none of which has ended{' yet' * (source.num_open > 0)}{some}"
     if not source.sparsities:
@@ -167,7 +165,6 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
 
 
 def lede(source: Source) -> str:
-    """What was measured, on what, how often."""
     record, run = source.record, source.record.run
     model = run.model + (f" ({count(record.result['num_parameters'])} parameters)" if record.result else "")
     steps = run.total_steps
@@ -201,7 +198,6 @@ def _sorted(source: Source, sparsity: float) -> list[ArmRow]:
 
 
 def figures(source: Source) -> list[tuple[str, str]]:
-    """The few numbers that stand out, with their names."""
     record, result = source.record, source.record.result or {}
     if source.is_comparison:
         return []

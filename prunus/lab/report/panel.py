@@ -20,8 +20,6 @@ LONG = 36  # letters of a label beside which half a page leaves no room for a ch
 
 @dataclass(frozen=True)
 class Number:
-    """A number as text and as value: the page keeps both."""
-
     shown: str
     value: float | None
 
@@ -71,8 +69,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: a heading, a sentence or two, and its panels side by side."""
-
     id: str
     title: str
     text: str
@@ -85,8 +81,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page says."""
-
     kind: str  # what it is about
     title: str
     headline: str
@@ -132,7 +126,6 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
 
 
 def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[Mark]) -> Trace:
-    """A point a row; labels may hold markup."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -152,7 +145,6 @@ def arms_panel(
     *,
     two_lines: bool = False,
 ) -> Panel:
-    """A panel with arms below each other, whose labels may take two lines."""
     height = 80 + (BAR * 3 // 2 if two_lines else BAR) * len(arms)
     look = layout(x, axis("", type="category", dtick=1), hovermode="closest")
     return Panel(title, description, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))

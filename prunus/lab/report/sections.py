@@ -94,7 +94,7 @@ def _sparsity(source: Source, marks: Mapping[str, Mark]) -> Section:
 
 
 def _cost_text(source: Source) -> str:
-    machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
+    machines = sorted({str(cell.environment.get("machine", "an unknown machine")) for cell in source.cells})
     where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
     missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
     cold = " Runs that were the first of their process, which takes its start-up, are left out of the time."
@@ -131,8 +131,7 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
 
 
 def _equality(source: Source) -> str:
-    """What is known of runs that no study made equal."""
-    records = [cell.record for cell in source.cells]
+    records = source.cells
     read = {(record.run.total_steps * record.per_step, record.run.data) for record in records}
     if len(read) > 1:
         return "they differ in budget or data"
@@ -162,7 +161,7 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 def _configuration(source: Source) -> Section:
     base, defaults = source.base.to_json(), Run().to_json()
-    configs = [cell.record.run.to_json() for cell in source.cells]
+    configs = [cell.run.to_json() for cell in source.cells]
     shared = [
         name
         for name in base
@@ -186,13 +185,12 @@ def _configuration(source: Source) -> Section:
 
 
 def _differences(source: Source, base: Mapping[str, Any]) -> NumberTable:
-    """What each arm changes: as the study says, or as its first run differs."""
     planned = {arm["name"]: arm["changes"] for arm in source.study.get("arms", ())}
     rows = []
     for arm in source.arms:
         changes = planned.get(arm)
         if changes is None:
-            run = next((cell.record.run for cell in source.cells if cell.arm == arm), source.base)
+            run = next((cell.run for cell in source.cells if cell.arm == arm), source.base)
             changes = {n: v for n, v in run.to_json().items() if n not in OWN and v != base[n]}
         rows.append([arm, ", ".join(f"{name} = {written(value)}" for name, value in changes.items()) or "nothing"])
     return NumberTable("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")

@@ -17,13 +17,11 @@ Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 
 def run_map(record: RunRecord) -> Panel | None:
-    """Sparsity of every layer at every evaluation; None where it was not recorded."""
     columns = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
     return _map("Sparsity by layer over steps", "step", columns, scale=(0.0, 1.0)) if columns else None
 
 
 def compared_maps(source: Source) -> list[Panel]:
-    """Sparsity of every layer at the end by arm, mean over seeds: one panel a sparsity."""
     made = []
     for sparsity in source.sparsities:
         columns = {}
@@ -79,7 +77,6 @@ def shortened(layer: str) -> str:
 
 
 def shared_paths(records: Mapping[str, RunRecord]) -> dict[tuple[tuple[int, float], ...], list[str]]:
-    """Arms by the path that their sparsity took."""
     paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for arm, record in records.items():
         paths.setdefault(_path(record), []).append(arm)

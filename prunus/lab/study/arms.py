@@ -51,7 +51,6 @@ class Arm:
                 raise ValueError(f"{name} cannot be changed by an arm{where}: arm {self.name}")
 
     def __str__(self) -> str:
-        """What it changes."""
         return " ".join(f"{name}={value}" for name, value in self.changes.items()) or "no change"
 
     def to_json(self) -> dict[str, Any]:
@@ -200,12 +199,10 @@ TINY = Run(model="gpt2-tiny", data="stdlib", **WSD, **LATE, **SMALL)
 
 
 def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
-    """An arm for each score, then those written out."""
     return (*map(score_arm, scores.split()), *map(parse_arm, texts))
 
 
 def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
-    """Each score with each variation, compared with the score without it."""
     return tuple(
         Arm(f"{score} {name}", {"score": "none" if score == "dense" else score, **changes}, score)
         for name, changes in variations.items()

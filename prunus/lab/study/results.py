@@ -77,7 +77,6 @@ def update(folder: Folder) -> dict[str, Any]:
 
 
 def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
-    """What the runs in ``folder`` say about ``plan``."""
     finished, damaged = folder.finished()
     every = finished_cells(plan, finished)
     metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
@@ -107,7 +106,6 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
 
 
 def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
-    """Every cell whose run has a whole result, in the plan's order."""
     pairs = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
     return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in pairs]
 
@@ -163,8 +161,6 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
 
 
 def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
-    """Means over the runs of what was counted and timed."""
-
     def noted(name: str, runs: Sequence[Finished]) -> list[float]:
         return [value for one in runs if (value := one.notes.get(name)) is not None]
 

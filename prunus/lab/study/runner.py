@@ -47,8 +47,6 @@ class Options:
 
 
 class Show(Protocol):
-    """Where a worker reports what it does."""
-
     def running(self, title: str, run: Run) -> AbstractContextManager[Progress]: ...
 
     def done(self, line: str, values: Mapping[str, Any]) -> None: ...
@@ -177,8 +175,6 @@ class Worker:
 
 
 def stopping_if_diverged(progress: Progress) -> Progress:
-    """``progress``, which ends a run whose loss is not finite any more."""
-
     def report(step: int, values: dict[str, Any]) -> None:
         for loss in (values.get("loss", 0.0), values.get("eval", {}).get("loss", 0.0)):
             if not math.isfinite(loss):

@@ -33,11 +33,9 @@ class Folder:
         return (self.path / "study.json").is_file()
 
     def run(self, cell: Cell) -> Path:
-        """Where a cell is trained."""
         return self.path / "runs" / cell.folder
 
     def plan(self) -> StudyPlan:
-        """The plan in study.json."""
         path = self.path / "study.json"
         if not path.is_file():
             raise ValueError(f"{self.path} is not a study: it has no study.json")
@@ -110,7 +108,6 @@ class Folder:
         return {key: run for key, run in ended.items() if key not in damaged}, damaged
 
     def failures(self) -> dict[str, dict[str, Any]]:
-        """What is known of the runs that failed, by the name of their folder."""
         return {name: run.load("failed.json") for name, run in self.runs().items() if run.has("failed.json")}
 
     @contextmanager
@@ -142,7 +139,6 @@ def damage(run: RunFiles) -> str:
 
 
 def read_cell(run: RunFiles) -> dict[str, Any]:
-    """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
     return run.load_checked("cell.json", CELL) if run.has("cell.json") else {}
 
 
@@ -176,7 +172,6 @@ def _num_ones(packed: np.ndarray) -> int:
 
 
 def _read_masks(path: Path) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
-    """Packed bits and shapes by name."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -67,7 +67,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words
 
 
 def measured_on(environment: Mapping[str, Any]) -> str:
-    """Machine and versions that a figure was made with."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return f"{environment['machine']}; Python {environment['python']}, {versions}"
 
@@ -81,7 +80,6 @@ def title_of(values: Mapping[str, Any]) -> str:
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """One row by HEADINGS."""
     shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
     cost, decimals = "", row["decimals"]
     if row["cost"]:
@@ -126,7 +124,6 @@ def _plus_minus(value: float | None, decimals: int) -> str:
 
 
 def verdict_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each comparison."""
     for row in values["rows"]:
         if said := verdict_of(row):
             at = f" at {row['sparsity']:.1%}" if row["sparsity"] else ""
@@ -146,7 +143,6 @@ def notes_of(values: Mapping[str, Any], columns: Sequence[str] = HEADINGS) -> It
 
 
 def page(folders: Sequence[Path]) -> str:
-    """The page for these studies, in this order."""
     if not folders:
         raise ValueError("name the studies: prunus study page studies/*")
     plans = {path: Folder(path).plan() for path in folders if not (path / "compile.json").is_file()}
@@ -229,7 +225,6 @@ def _as_value_error(what: str) -> Iterator[None]:
 
 
 def compile_section(folder: Path) -> str:
-    """What torch.compile does to one training, by the compile.json of ``prunus profile --compare compile``."""
     path = folder / "compile.json"
     with _as_value_error(f"{path} is not what prunus profile --compare compile writes"):
         values = read_json(path)
