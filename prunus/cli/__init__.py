@@ -84,7 +84,7 @@ def _run(args: list[str]) -> None:
     sys.excepthook = print_traceback
     try:
         command = import_module(f"{__name__}.{name}")
-        with escaped_messages():
+        with escaped_messages(f"prunus {name}"):
             command.run(_parse(command.Command, name, rest))
     except BrokenPipeError:
         raise

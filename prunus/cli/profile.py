@@ -34,7 +34,8 @@ class Command:
 def run(command: Command) -> None:
     from ..files.json_file import write_json
     from ..lab.profile.compile_arms import compare_compile
-    from ..lab.profile.measure import Window, measure, without_pruning
+    from ..lab.profile.measure import Window, measure
+    from ..lab.study.study_plan import dense_of
 
     if command.run.resume:
         raise ValueError("a profile starts a run of its own and resumes none; leave off --resume")
@@ -48,7 +49,7 @@ def run(command: Command) -> None:
         if command.compare == "compile":
             values = compare_compile(command.run, window, status.update)
         else:
-            runs = {"without pruning": without_pruning(command.run), "with pruning": command.run}
+            runs = {"without pruning": dense_of(command.run), "with pruning": command.run}
             chosen = runs if command.run.score != "none" else {"without pruning": command.run}
             profiles = {name: measure(one, window, status.update) for name, one in chosen.items()}
             values = {name.replace(" ", "_"): profile.to_json() for name, profile in profiles.items()}

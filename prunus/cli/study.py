@@ -21,13 +21,8 @@ from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of, ver
 from .console import print, wide_console
 
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("out", "page")}  # options that each word reads
-LEFT_OUT = (
-    "time per run",
-    "budget",
-    "zeros",
-    "overlap",
-    "seeds",
-)  # columns that a narrow terminal does without, in this order
+# columns that a narrow terminal does without, in this order
+LEFT_OUT = ("time per run", "budget", "zeros", "overlap", "seeds")
 MIN_ARM, WIDE_ARM = 9, 24  # letters of a name that stay in one line in a narrow and in a wide terminal
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 

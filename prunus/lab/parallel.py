@@ -96,9 +96,6 @@ class Team:
             return []
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if self.kind == "none" else [device]
 
-    def mean(self, value: Tensor) -> Tensor:
-        return value if self.kind == "none" else self.rows(value.reshape(1)).mean()
-
     def rows(self, own: Tensor) -> Tensor:
         """The ranks' tensors one after the other, (size * n, ...) of n each."""
         if self.kind == "none":

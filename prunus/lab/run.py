@@ -14,22 +14,11 @@ from ..score import SCORES
 from ..select import SELECTORS
 
 if TYPE_CHECKING:
-    ScoreName = SelectorName = str
+    ScoreName = SelectorName = ModelName = str
 else:
     ScoreName, SelectorName = Literal[("none", *SCORES)], Literal[tuple(SELECTORS)]
-ModelName = Literal[
-    "gpt2-tiny",
-    "gpt2-mini",
-    "gpt2-small8",
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-    "lenet5",
-    "resnet18",
-    "resnet20",
-    "resnet50",
-]
+    GPTS = "gpt2-tiny gpt2-mini gpt2-small8 gpt2 gpt2-medium gpt2-large gpt2-xl"
+    ModelName = Literal[tuple(f"{GPTS} lenet5 resnet18 resnet20 resnet50".split())]
 TRACKERS = ("wandb", "tensorboard", "trackio")
 Parallel = Literal["none", "ddp", "fsdp"]
 

@@ -70,14 +70,14 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
         with in_one_line(f"{folder / 'run.json'} does not describe the model beside it", *unfit):
             if shape != _shape(run.model, shapes):  # before memory is taken for what it says
                 raise ValueError("its data shape does not match its tensors")
-            kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
+            kind = TokenShape if MODELS[run.model] == "tokens" else ImageShape
             model = build(run.model, kind(**shape), run.width, run.layers).to(device)
             model.load_state_dict(loaded(tensors, device))
     return model.eval()
 
 
 def _shape(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    if MODELS[model].kind == "tokens":
+    if MODELS[model] == "tokens":
         return {"vocab_size": shapes["embedding.weight"][0], "context": shapes["positions.weight"][0]}
     matrices = [shape for shape in shapes.values() if len(shape) > 1]
     size = 224 if matrices[0][-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images

@@ -258,7 +258,7 @@ def _loop(training: Training, tracker: Tracker, progress: Progress, *, saves_las
                 tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
             training.events.clear()
             if step % run.log_every == 0 or last:
-                mean = training.team.mean(loss).item()
+                mean = training.team.rows(loss.reshape(1)).mean().item()
                 values = {"loss": mean, "lr": lr, "examples": step * run.batch * run.accumulate}
             training.seconds += time.perf_counter() - started
             if step % run.eval_every == 0 or last:

@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -71,11 +71,6 @@ class StepProfile:
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"run": self.run.to_json(), "event_share": self.event_share}
         return values | {"environment": environment()}
-
-
-def without_pruning(run: Run) -> Run:
-    """The same training, dense."""
-    return replace(run, score="none", regrow=0.0, regrow_by="snr", eps=None, exponent=None)
 
 
 def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda what: None) -> StepProfile:

@@ -79,7 +79,9 @@ def shortened(layer: str) -> str:
 def shared_paths(records: Mapping[str, RunRecord]) -> dict[tuple[tuple[int, float], ...], list[str]]:
     paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for arm, record in records.items():
-        paths.setdefault(_path(record), []).append(arm)
+        known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
+        last = known[-1][1] if known else 0.0
+        paths.setdefault(((0, 0.0), *known, (max(record.last_step, 1), last)), []).append(arm)
     return paths
 
 
@@ -112,13 +114,6 @@ def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
     if len(arms) > 1 and "magnitude" in arms:
         return Mark(INK)
     return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
-
-
-def _path(record: RunRecord) -> tuple[tuple[int, float], ...]:
-    """What events asked for, or what was counted where the folder does not hold them."""
-    known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
-    last = known[-1][1] if known else 0.0
-    return ((0, 0.0), *known, (max(record.last_step, 1), last))
 
 
 def _counted(record: RunRecord) -> list[tuple[int, float]]:

@@ -44,8 +44,6 @@ class Folder:
             raise ValueError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}")
         try:
             return StudyPlan.from_json(values)
-        except KeyError as error:
-            raise ValueError(f"{path} cannot be read: it has no field {error}") from None
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json
+from ...files.one_line import in_one_line
 from .intervals import written
 from .results import summary
 from .study_folder import Folder
@@ -181,7 +181,7 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: StudyPlan) -> Iterato
 def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
     environments: Counter[str] = Counter()
     for run in sorted(folder.finished()[0].values(), key=lambda run: run.name):
-        with _as_value_error(f"{run.path / 'run.json'} does not say where it was run"):
+        with in_one_line(f"{run.path / 'run.json'} does not say where it was run"):
             made = run.load("run.json")["environment"]
             environments[f"{measured_on(made)}; commit {made['commit']}"] += 1
     base = plan.base
@@ -215,18 +215,9 @@ def _notes_in(folder: Path) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-@contextmanager
-def _as_value_error(what: str) -> Iterator[None]:
-    """What a file of nonsense raises, as one line."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{what}: {error!r}") from error
-
-
 def compile_section(folder: Path) -> str:
     path = folder / "compile.json"
-    with _as_value_error(f"{path} is not what prunus profile --compare compile writes"):
+    with in_one_line(f"{path} is not what prunus profile --compare compile writes"):
         values = read_json(path)
         eager, compiled, says = values["arms"]["eager"], values["arms"]["compile"], " ".join(values["says"])
         rows = [(name, write(eager), write(compiled)) for name, write in COMPILE_ROWS.items()]
