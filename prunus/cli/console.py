@@ -60,7 +60,7 @@ def escaped_messages(who: str) -> Iterator[None]:
 
     Our own warnings are a line that ``who`` begins, without the place in the code that they come from.
     """
-    create, form = logging.getLogRecordFactory(), warnings.formatwarning
+    create, form, show = logging.getLogRecordFactory(), warnings.formatwarning, warnings.showwarning
 
     def created(*args: Any, **options: Any) -> logging.LogRecord:
         record = create(*args, **options)
@@ -68,18 +68,22 @@ def escaped_messages(who: str) -> Iterator[None]:
             record.msg, record.args = _escaped_lines(record.getMessage()), None
         return record
 
-    def formed(message: Any, category: Any, filename: str, *rest: Any, **options: Any) -> str:
+    def formed(*args: Any, **options: Any) -> str:
+        return _escaped_lines(form(*args, **options))
+
+    def shown(message: Any, category: Any, filename: str, *rest: Any, **options: Any) -> None:
         if Path(filename).is_relative_to(Path(__file__).parents[1]):
-            return escaped(f"{who}: {message}") + "\n"
-        return _escaped_lines(form(message, category, filename, *rest, **options))
+            print(f"{who}: {message}", file=sys.stderr)
+        else:
+            show(message, category, filename, *rest, **options)
 
     logging.setLogRecordFactory(created)
-    warnings.formatwarning = formed
+    warnings.formatwarning, warnings.showwarning = formed, shown  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
         logging.setLogRecordFactory(create)
-        warnings.formatwarning = form
+        warnings.formatwarning, warnings.showwarning = form, show
 
 
 def print_traceback(_: Any, error: BaseException, trace: Any) -> None:

@@ -63,9 +63,7 @@ def run(command: Command) -> None:
     from ..lab.checkpoint import checkpoint_of
 
     if not command.path.exists():
-        raise ValueError(
-            f"there is no file or folder {command.path}; give a model folder, a run folder or a checkpoint"
-        )
+        raise ValueError(f"there is no {command.path}; give a model folder, a run folder or a checkpoint")
     if command.path.suffix == ".safetensors":
         raise ValueError(f"{command.path} is a file of weights; give its folder, which has config.json too")
     found = checkpoint_of(command.path)
@@ -126,9 +124,7 @@ def evaluated(
         (run, step, _), weights = described(path), load_exported(path).state_dict()
     else:
         if path.is_dir() and not checkpoint.exists():
-            raise ValueError(
-                f"{path} has no checkpoint of prunus, no config.json and no run.json; give a run or a model"
-            )
+            raise ValueError(f"{path} has no checkpoint, no config.json and no run.json; give a run or a model")
         state = load_checkpoint(checkpoint)
         run, step, weights = Run.from_json(state["run"]), state["step"], state["model"]
     run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)
@@ -176,9 +172,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
     if "labels" not in samples and command.dense is None and not is_causal(model):
-        raise ValueError(
-            "there are no labels, so outputs are compared with the dense model's; give its folder as --dense"
-        )
+        raise ValueError("without labels, outputs are compared with the dense model's; give its folder as --dense")
     metric, measure = metric_of(model if command.dense is None else opened_folder(command.dense, device), samples)
     return f"{metric} {measure(model):.4f}", found, held_out
 

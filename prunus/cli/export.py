@@ -162,7 +162,7 @@ def _convert(command: Command) -> None:
 
         if job.out.suffix == ".safetensors":
             raise ValueError(
-                f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}; give a folder"
+                f"a checkpoint becomes a folder with its run.json; --out is the file {job.out}: give a folder"
             )
         with progress_line(None, "export") as report:
             done = export_checkpoint(checkpoint, replace(job, report=report))

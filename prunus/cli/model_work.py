@@ -91,9 +91,7 @@ def is_to_do(command: ModelCommand) -> bool:
     if command.recover is not None:
         number_of(command.recover)
         if command.offload:
-            raise ValueError(
-                "--recover trains the whole model on the device; leave off --offload, or run prunus recover afterwards"
-            )
+            raise ValueError("--recover trains the model on the device; leave off --offload, or recover it afterwards")
         if command.calibrate == "self":
             raise ValueError("--recover learns from text; give --text, --tokens or --batches, not --calibrate self")
     device_of(command.device)

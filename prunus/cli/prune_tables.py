@@ -79,14 +79,10 @@ def advice(profile: Profile) -> list[str]:
         found.append("Gradients are recorded for one matrix at a time: --probe block needs far fewer passes, "
                      "and decides slightly differently.")  # fmt: skip
     if profile.share("scores") > 0.5 and profile.schedule == "none":
-        found.append(
-            "Most of the time went into passes over the samples: fewer or shorter ones (--samples, --length) cost less."
-        )
+        found.append("Most time went into passes over the samples: fewer or shorter (--samples, --length) cost less.")
     if profile.device == "cpu":
         threads = torch.get_num_threads()
-        found.append(
-            f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU."
-        )
+        found.append(f"Passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU.")
     return found or ["Nothing stands out: time and memory go where they should."]
 
 
@@ -248,9 +244,8 @@ def print_profile(profile: Profile) -> None:
 
 
 def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
-    rows = [
-        (part, f"{seconds:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, seconds in profile.seconds.items()
-    ]
+    seconds = profile.seconds.items()
+    rows = [(part, f"{took:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, took in seconds]
     rows.append(("memory used", f"{profile.used_bytes / GIB:.2f} GiB", f"at the peak, on {profile.device}"))
     rows.append(("memory left", f"{profile.left_bytes / GIB:.2f} GiB", "at the peak"))
     if profile.rows:

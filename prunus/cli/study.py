@@ -147,9 +147,7 @@ def planned(command: Command) -> StudyPlan:
     elif command.scores or command.arm:
         base, arms = Run(), []  # as prunus train does by default
     else:
-        raise ValueError(
-            "say what to run: --scores, --base run.toml or --preset NAME, or --out with a study to continue"
-        )
+        raise ValueError("say what to run: --scores, --base run.toml or --preset NAME, or continue the study in --out")
     changes = parse_fields(command.field, "--set")
     changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
     base = replace(base, **changes)
@@ -224,7 +222,6 @@ def print_plan(folder: Folder, plan: StudyPlan) -> None:
             seconds, unknown = seconds + (expected or 0.0), unknown or expected is None
     wide_console().print(table)
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
-    seconds_left = (
-        "the time is unknown until a run has finished on this machine" if unknown else f"at most {seconds:,.0f} s"
-    )
+    known = f"at most {seconds:,.0f} s"
+    seconds_left = "the time is unknown until a run has finished on this machine" if unknown else known
     print(f"left to do: {left:,} examples{tokens}; {seconds_left}")

@@ -95,9 +95,7 @@ def read_masks(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
     for stored in masks.values():
         if stored.is_float and not ((values := widened(stored.load())).eq(0) | values.eq(1)).all():
-            raise ValueError(
-                f"{stored.name} in {path} is not a mask: expected booleans, packed bits, or zeros and ones"
-            )
+            raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
     return masks
 
 

@@ -77,9 +77,7 @@ def makers(model: Any, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Make
             if name not in known:
                 raise Unfit(f"{maker.stored[0][1]} becomes {name}, which the model does not have")
             if (expected := known[name].shape) != value.shape:
-                raise ValueError(
-                    f"the shape of {name} is {list(value.shape)} in the files, {list(expected)} in the model"
-                )
+                raise ValueError(f"the shape of {name} is {list(value.shape)} in files, {list(expected)} in the model")
             by_name[name] = maker
     return by_name, strange
 

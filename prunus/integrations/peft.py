@@ -134,9 +134,7 @@ def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list
         raise ValueError("an adapter is merged already, and its zeros are gone; call model.unmerge_adapter() first")
     for name, weight in adapted.items():
         if not weight.is_floating_point():
-            raise ValueError(
-                f"{name} is quantized ({weight.dtype}); load the base model in a floating-point type to merge"
-            )
+            raise ValueError(f"{name} is quantized ({weight.dtype}); load the base model in a floating-point type")
     for name, weight in model.named_parameters():
         if weight.requires_grad and not bool(weight.isfinite().all()):
             raise ValueError(f"{name} has values that are not finite; nothing was merged")

@@ -129,22 +129,16 @@ class Run:
             raise ValueError(f"budget_scale must be positive and finite, got {self.budget_scale}")
         self._check_decay()
         if self.spam and self.optimizer != "adamwprune":
-            raise ValueError(
-                f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"
-            )
+            raise ValueError(f"spam is part of adamwprune, not of {self.optimizer}; pass --optimizer adamwprune")
         if self.exponent is not None and self.score != "fisher":
             raise ValueError(f"exponent is for the score fisher, but the score is {self.score}")
         score = SCORES.get(self.score)
         if self.optimizer == "sgd" and score and score.reads_moments:
             raise ValueError(f"{self.score} reads Adam's moments, which sgd does not keep; pass --score magnitude")
         if self.allocate == "2:4" and self.score != "none" and self.schedule not in ("one_shot", "constant"):
-            raise ValueError(
-                f"2:4 has one sparsity, but the schedule is {self.schedule}; pass --schedule one_shot or constant"
-            )
+            raise ValueError(f"2:4 has one sparsity, not a {self.schedule} ramp; pass --schedule one_shot or constant")
         if self.eps is not None and not (score and score.takes_eps):
-            raise ValueError(
-                f"eps is for the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
-            )
+            raise ValueError(f"eps is for scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}")
         if not 0 <= self.rate_power <= 2:
             raise ValueError(f"rate_power must lie in [0, 2], got {self.rate_power}")
         if self.replay and self.score != "none":

@@ -109,9 +109,7 @@ def start_tokens(choice: str, files: Sequence[TokenFile], model: Any) -> list[in
 def check_vocabulary(file: TokenFile, model: Any) -> None:
     """ValueError for a model that reads no tokens, or does not know one of the file."""
     if not reads_tokens(model):
-        raise ValueError(
-            f"{type(model).__name__} reads {model.main_input_name}, not tokens: give --batches, an .npz file of arrays"
-        )
+        raise ValueError(f"{type(model).__name__} reads {model.main_input_name}, not tokens: give --batches (.npz)")
     largest, known = int(file.ids.max(initial=0)), getattr(text_config(model), "vocab_size", 0)
     if not isinstance(known, int) or largest >= known:
         raise ValueError(f"{file.path} holds token {largest}, but the model's vocabulary has {known}")

@@ -214,9 +214,7 @@ def _windows(
     length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
     longest = getattr(text_config(model), "max_position_embeddings", None) or length
     if length > longest:
-        raise ValueError(
-            f"--length {length} is more than the {longest} tokens that the model reads; choose a smaller one"
-        )
+        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
     training = None
     if calibration is None:
         windows = written_by(model, source.samples, length, source.seed)

@@ -174,7 +174,7 @@ def _read_cifar_binary(folder: Path, names: Sequence[str]) -> Labelled:
     for name, batch in zip(names, batches, strict=True):
         if not len(batch) or len(batch) % RECORD:
             raise ValueError(
-                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)} bytes; copy it again"
+                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)}; copy it again"
             )
     records = np.concatenate(batches).reshape(-1, RECORD)
     return Labelled(records[:, 1:].reshape(-1, CHANNELS, SIZE, SIZE), records[:, 0].astype(np.int64))

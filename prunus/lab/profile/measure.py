@@ -26,9 +26,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.before < 1 or self.measured < 1:
-            raise ValueError(
-                f"warm-up and measurement need at least 1 step each, got {self.before} and {self.measured}"
-            )
+            raise ValueError(f"warm-up and measurement need at least 1 step, got {self.before} and {self.measured}")
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,7 @@ def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
             scripts = [_inline(get_plotlyjs()), _inline(own)]
     except ImportError as error:
         raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
-    digests = (
-        " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts) or "'none'"
-    )
+    digests = " ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts) or "'none'"
     policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

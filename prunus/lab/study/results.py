@@ -96,9 +96,7 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
         "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
         "rows": list(_rows(plan, counted, metric)),
         "failed": [asdict(cell) | {"message": why} for cell, why in reasons.items() if why],
-        "off_target": [
-            asdict(one.cell) | {"message": fault} for one, fault in zip(every, faults, strict=True) if fault
-        ],
+        "off_target": [asdict(one.cell) | {"message": why} for one, why in zip(every, faults, strict=True) if why],
         "num_runs": len(set(plan.owners.values())),
         "num_finished": len({one.files.name for one in every}),
         "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),

@@ -154,9 +154,8 @@ class Worker:
             write_json(run.out / "cell.json", notes)
 
         recorder = self.starts.recorder(run, () if run.resume else others)  # a resumed one may have begun elsewhere
-        result = train(
-            run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
-        )
+        show = stopping_if_diverged(progress)
+        result = train(run, show, data=self.data, start=start, after_step=recorder, finish=finish)
         if not self.options.keep_checkpoints:
             remove_checkpoints(run.out)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
@@ -270,9 +269,8 @@ class Starts:
                 return
             wall = seconds
             if step > number:  # as it would be without what only the first run of a process pays
-                seconds, wall = (
-                    (end - start) / (step - number) * step for start, end in ((before, seconds), (began, now))
-                )
+                taken = (seconds - before, now - began)
+                seconds, wall = (each / (step - number) * step for each in taken)
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
             lines = [line | zeros[line["step"]] if "eval" in line else line for line in lines]

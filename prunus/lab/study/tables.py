@@ -74,9 +74,8 @@ def measured_on(environment: Mapping[str, Any]) -> str:
 def title_of(values: Mapping[str, Any]) -> str:
     metric = values["metric"]
     unit = " in per cent" if metric["scale"] != 1 else ""
-    return (
-        f"{metric['name']}{unit}, {metric['better']} is better; {values['num_finished']} of {values['num_runs']} runs"
-    )
+    done = f"{values['num_finished']} of {values['num_runs']} runs"
+    return f"{metric['name']}{unit}, {metric['better']} is better; {done}"
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
