@@ -63,7 +63,9 @@ def run(command: Command) -> None:
     from ..lab.checkpoint import checkpoint_of
 
     if not command.path.exists():
-        raise ValueError(f"there is no {command.path}; give a model folder, a run folder or a checkpoint")
+        raise ValueError(
+            f"there is no file or folder {command.path}; give a model folder, a run folder or a checkpoint"
+        )
     if command.path.suffix == ".safetensors":
         raise ValueError(f"{command.path} is a file of weights; give its folder, which has config.json too")
     found = checkpoint_of(command.path)
@@ -124,7 +126,9 @@ def evaluated(
         (run, step, _), weights = described(path), load_exported(path).state_dict()
     else:
         if path.is_dir() and not checkpoint.exists():
-            raise ValueError(f"{path} has no checkpoint, no config.json and no run.json; give a run or a model")
+            raise ValueError(
+                f"{path} has no checkpoint of prunus, no config.json and no run.json; give a run or a model"
+            )
         state = load_checkpoint(checkpoint)
         run, step, weights = Run.from_json(state["run"]), state["step"], state["model"]
     run = replace(run, eval_size=run.eval_size if eval_windows is None else eval_windows, compile=False)

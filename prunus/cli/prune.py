@@ -97,7 +97,7 @@ class Command(ModelCommand):
             raise ValueError("--scope 2:4 removes half, --probe less than that; leave one off, or use --scope row")
         if self.bits is not None and self.probe != "none":
             raise ValueError(
-                f"--bits and --probe do not go together; prune, then prunus export {self.out} --bits {self.bits}"
+                f"--bits does not work with --probe; prune, then quantise: prunus export {self.out} --bits {self.bits}"
             )
         if self.memory is not None:
             size_in_bytes(self.memory)

@@ -108,10 +108,14 @@ def check(command: Command) -> None:
     number_of(command.budget)
     check_new_folder(command.out)
     if not (command.model / "config.json").is_file():
-        raise ValueError(f"{command.model} has no config.json; give the Hugging Face folder of a pruned model")
+        raise ValueError(
+            f"{command.model} is not a Hugging Face folder: it has no config.json; give the folder of a pruned model"
+        )
     is_gguf = command.teacher.suffix == ".gguf" and command.teacher.is_file()
     if not is_gguf and not (command.teacher / "config.json").is_file():
-        raise ValueError(f"--teacher {command.teacher} is no Hugging Face folder or .gguf file; give the dense model")
+        raise ValueError(
+            f"--teacher {command.teacher} is neither a Hugging Face folder nor a .gguf file; give the dense model"
+        )
     if command.teacher.resolve() == command.model.resolve():
         raise ValueError(f"--teacher {command.teacher} is the pruned model itself; give the dense one")
     check_not_negative(command, "length", "batch", "step_tokens", "eval_windows")

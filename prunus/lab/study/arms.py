@@ -77,7 +77,9 @@ def with_controls(arms: Iterable[Arm]) -> tuple[Arm, ...]:
         if other != arm.name:
             raise ValueError(f"arms {other!r} and {arm.name!r} would share a folder; rename one")
         if arm.against and arm.against not in by_name:
-            raise ValueError(f"arm {arm.name} is against {arm.against!r}, which is no arm of {', '.join(by_name)}")
+            raise ValueError(
+                f"arm {arm.name} is against {arm.against!r}, which is not an arm; the arms are {', '.join(by_name)}"
+            )
     return tuple(by_name.values())
 
 
