@@ -1,6 +1,5 @@
 """The folder of a study: what was planned, what is finished, what failed, and which runs are claimed."""
 
-import fcntl
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 
 from ...files.atomic import is_part, write_atomically
 from ...files.json_file import is_deep, read_json, write_json
+from ...files.lock import try_lock
 from ..run_files import SLIM, RunFiles, slim_runs
 from ..schema import CELL, is_number
 from .study_plan import FORMAT, Cell, StudyPlan, canonical, extended, key_of
@@ -111,14 +111,11 @@ class Folder:
     @contextmanager
     def locked(self, name: str, *, wait: bool = False) -> Iterator[bool]:
         """Whether this process alone holds the lock ``name``; the system frees it if the process dies."""
-        (self.path / "locks").mkdir(parents=True, exist_ok=True)
-        with (self.path / "locks" / f"{name}.lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        path = self.path / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with try_lock(path, wait=wait) as is_locked:
+            yield is_locked is not False
 
 
 def damage(run: RunFiles) -> str:
