@@ -125,7 +125,11 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
         print(help_page(kind, name))
         raise SystemExit(0)
-    _refuse_moved(name, args)
+    for number, arg in enumerate(args):
+        flag, _, value = arg.partition("=")
+        if new := MOVED.get((name, flag)):
+            value = value or next(iter(args[number + 1 :]), "")
+            _fail(f"prunus {name}", f"{flag} is not an option any more; write {new.replace('VALUE', value)}")
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "2000"  # of what the parser prints no line is broken
     try:
@@ -137,14 +141,6 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
     finally:
         os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
     return _fail(f"prunus {name}", f"{_mistake(kind, page.getvalue())} (prunus {name} --help lists the options)")
-
-
-def _refuse_moved(name: str, args: list[str]) -> None:
-    for number, arg in enumerate(args):
-        flag, _, value = arg.partition("=")
-        if new := MOVED.get((name, flag)):
-            value = value or next(iter(args[number + 1 :]), "")
-            _fail(f"prunus {name}", f"{flag} is not an option any more; write {new.replace('VALUE', value)}")
 
 
 def _mistake(kind: type[Any], page: str) -> str:

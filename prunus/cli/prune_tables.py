@@ -63,7 +63,9 @@ def advice(profile: Profile) -> list[str]:
         times = "once" if profile.halved == 1 else f"{profile.halved} times"
         found.append(f"Memory ran out {times}; --batch {profile.rows} starts with the size that fitted in the end.")
     if profile.rows == 1 and profile.halved:
-        found.append(f"One row per pass is the minimum: {_room(profile)} frees memory.")
+        recomputes = profile.checkpointing or profile.schedule in ("none", "joint")
+        rest = "shorter windows (--length) or --offload frees memory"
+        found.append(f"One row per pass is the minimum: {'' if recomputes else '--checkpointing, '}{rest}.")
     if profile.checkpointing and not profile.halved:
         found.append("Checkpointing was not needed: leave it off, or use more rows per pass (--batch).")
     roomy = profile.left_bytes > profile.used_bytes
@@ -84,12 +86,6 @@ def advice(profile: Profile) -> list[str]:
         threads = torch.get_num_threads()
         found.append(f"Passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU.")
     return found or ["Nothing stands out: time and memory go where they should."]
-
-
-def _room(profile: Profile) -> str:
-    if profile.checkpointing or profile.schedule in ("none", "joint"):
-        return "shorter windows (--length) or --offload"
-    return "--checkpointing, shorter windows (--length) or --offload"
 
 
 @dataclass(frozen=True)

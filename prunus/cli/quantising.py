@@ -52,7 +52,13 @@ def export(command: Quantising) -> None:
     if not is_to_do(command):
         return
     with working(command):
-        trained = _loaded(command)
+        if command.has_data:
+            trained, _ = loaded(command, from_checkpoint)
+        else:
+            trained = load_without_data(source_of(command), Path(command.model))
+            print(
+                "Each weight is rounded to the nearest value; --text, --tokens or --batches to calibrate on lose less."
+            )
         warn_if_dense(command, trained.model)
         measure = Measure(command, trained)
         rows = {"as it came": measure()} if command.has_data else {}
@@ -70,14 +76,6 @@ def export(command: Quantising) -> None:
     print_bits(command, command.bits, result.level, saved)
     print_written(command, result.cost, None, "quantised")
     publish(command)
-
-
-def _loaded(command: Quantising) -> TrainedModel:
-    if command.has_data:
-        return loaded(command, from_checkpoint)[0]
-    trained = load_without_data(source_of(command), Path(command.model))
-    print("Each weight is rounded to the nearest value; calibration with --text, --tokens or --batches loses less.")
-    return trained
 
 
 def quantised(command: ModelCommand, trained: TrainedModel, bits: int) -> QuantizeResult:

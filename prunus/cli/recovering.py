@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..recovery import Recovery, recover
-from ..trained.data import text_config
+from ..trained.data import in_batches, text_config
 from ..trained.model import TrainedModel
-from ..trained.windows import in_batches
 from .console import print
 from .shared_options import number_of
 

@@ -28,10 +28,6 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def is_restarted() -> bool:
-    return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
 # far beyond use; more would only fill the memory
 MOST = {"batch": 2**20, "context": 2**20, "vocab_size": 2**20, "width": 2**15, "layers": 2**10}

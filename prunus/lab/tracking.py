@@ -32,7 +32,10 @@ Result = TypeVar("Result")
 
 
 def environment() -> dict[str, Any]:
-    packages = ("prunus", "torch", "numpy", "triton")
+    versions = {}
+    for name in ("prunus", "torch", "numpy", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -40,7 +43,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "onednn": torch.backends.mkldnn.enabled,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "versions": {name: version for name in packages if (version := _version(name))},
+        "versions": versions,
         "commit": commit(),
         "command": sys.argv[1:],
     }
@@ -74,13 +77,6 @@ def commit() -> str | None:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None
 
 

@@ -1,5 +1,6 @@
 """One training, one loop: ``train(run) -> RunResult``."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -28,7 +29,7 @@ from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, Replay, data_of, device_named, lr_at, make_optimizer, make_pruner, num_asked
-from .run import Run, is_restarted, read_run
+from .run import Run, is_launched, read_run
 from .tracking import Tracker, check_installed, peak_memory, reset_peak_memory
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
@@ -238,7 +239,8 @@ def _begun(run: Run) -> Run:
     """The run, resumed if torchrun restarts it; a folder that holds something else is refused."""
     if run.resume or not run.out.exists() or all(map(is_part, run.out.iterdir())):
         return run
-    if is_restarted() and read_run(run.out).to_json() == run.to_json():
+    is_restarted = is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_restarted and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)
     raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
 

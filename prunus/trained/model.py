@@ -25,6 +25,7 @@ from .data import (
     Rows,
     TokenCache,
     TokenFile,
+    TrainingBatches,
     check_batches,
     check_vocabulary,
     drawn,
@@ -40,7 +41,6 @@ from .data import (
 )
 from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
 from .tokens import TOKEN_TYPES
-from .windows import TrainingBatches
 
 STARTS = ("auto", "yes", "no")
 
@@ -198,7 +198,9 @@ def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
         except Unfit as reason:
             note = f"{folder} is held in memory as a whole: {reason}"
     model = load_any_model(folder, source.dtype, source.gguf_file)
-    _forget_quantization(model)
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):  # weights are plain now, and saved as such
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
     model.to("cpu" if source.offload else source.device)
     save = partial(_save, model, folder, gguf_file=source.gguf_file, max_shard_bytes=source.max_shard_bytes)
     return TrainedModel(model, [], lambda model: math.nan, save, note=note)
@@ -257,13 +259,6 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
                 written = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=how)
             windows.append(written.cpu())
     return torch.cat(windows)
-
-
-def _forget_quantization(model: Any) -> None:
-    """Drop the marks of a quantised file: its weights are plain now, and are moved and saved as such."""
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-        vars(model).pop(name, None)
-    vars(model.config).pop("quantization_config", None)
 
 
 def _save(

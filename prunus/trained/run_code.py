@@ -129,7 +129,11 @@ def _harness(parts: Sequence[str], folder: str, limits: Limits) -> tuple[str, li
         try:
             os.setsid()
             os.chdir(folder)
-            _close_all_but(writing)
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(null, descriptor)
+            os.closerange(3, writing)
+            os.closerange(writing + 1, 256)
             _run(parts, limits, writing, token)
         finally:
             leave(1)
@@ -194,14 +198,6 @@ def _run(parts: Sequence[str], limits: Limits, pipe: int, token: bytes) -> None:
     else:
         write(pipe, token)
     leave(0)
-
-
-def _close_all_but(pipe: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(null, descriptor)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, 256)
 
 
 def _take_limits(limits: Limits) -> str:

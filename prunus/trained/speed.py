@@ -47,17 +47,13 @@ def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str,
             for name, enter in states.items():
                 enter()
                 run()  # kernels are chosen and memory is taken for these shapes
-                seconds[name].append(_seconds_of_one(run))
+                start, num = time.perf_counter(), 0
+                while not num or time.perf_counter() - start < SECONDS:
+                    num += run()
+                seconds[name].append((time.perf_counter() - start) / num)
     finally:
         model.train(mode)
     return Speed(unit, {name: 1 / median(each) for name, each in seconds.items()})
-
-
-def _seconds_of_one(run: Callable[[], int]) -> float:
-    began, num = time.perf_counter(), 0
-    while not num or time.perf_counter() - began < SECONDS:
-        num += run()
-    return (time.perf_counter() - began) / num
 
 
 def _work(model: Any, batches: Iterable[Any]) -> tuple[str, Callable[[], int]]:

@@ -30,12 +30,6 @@ FAR = 10.0
 Rows = Sequence[ArmRow]
 
 
-def ranking(source: Source) -> list[str]:
-    ended = [row for row in source.rows if row.mean is not None]
-    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.metric.sign * (row.mean or 0)))
-    return list(dict.fromkeys(row.arm for row in ranked))
-
-
 def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
     name = "Perplexity" if source.record.is_language else "Accuracy, %"
     traces: list[Trace] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..run import Run
 from .cells import CONTROLS, ArmRow, Source
-from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
+from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel
 from .curves import compared_panels, run_panels
 from .numbers import fixed, number, plain, short_percent, signed, with_minus
 from .panel import Mark, Number, NumberTable, Section, Word, cell, marks_of
@@ -54,7 +54,10 @@ def _of_run(source: Source) -> list[Section]:
 
 
 def _compared(source: Source) -> list[Section]:
-    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm in source.arms and arm not in CONTROLS])
+    ended = [row for row in source.rows if row.mean is not None]  # from the best, at the highest sparsity of each arm
+    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.metric.sign * (row.mean or 0)))
+    ranking = dict.fromkeys(row.arm for row in ranked)
+    marks = marks_of(source.arms, [arm for arm in ranking if arm in source.arms and arm not in CONTROLS])
     legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
     shared = {"legend": legend, "others": ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)}
     heat, overlaps = compared_maps(source), overlap_panels(source, marks)
@@ -121,22 +124,16 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         [_verdict_row(row, is_study) for row in rows],
         looks=looks,
     )
+    read = {(run.run.total_steps * run.per_step, run.run.data) for run in source.cells}
+    alike = f"all read the same number of {source.record.unit} from the same data, but may differ in other ways"
+    alike = "they differ in budget or data" if len(read) > 1 else alike
     text = (
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
         "seed has the same first weights and the same batches."
         if is_study
-        else f"These runs are no study, so there are no verdicts: {_equality(source)}."
+        else f"These runs are no study, so there are no verdicts: {alike}."
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
-
-
-def _equality(source: Source) -> str:
-    records = source.cells
-    read = {(record.run.total_steps * record.per_step, record.run.data) for record in records}
-    if len(read) > 1:
-        return "they differ in budget or data"
-    unit = source.record.unit
-    return f"all read the same number of {unit} from the same data, but may differ in other ways"
 
 
 def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
