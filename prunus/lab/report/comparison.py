@@ -54,10 +54,8 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
         ]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
     ]
-    words = "; ".join(f"{row.arm} at {short_percent(row.sparsity)} {plain(row.mean)}" for row in ended)
     return Panel(
         f"{name} against sparsity",
-        f"{name} on held-out data by sparsity: {words}.",
         traces,
         layout(
             axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
@@ -135,10 +133,8 @@ def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
             )
             for row in rows
         ]
-        words = "; ".join(f"{row.arm} {row.verdict}" for row in rows)
         panel = arms_panel(
             f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
-            f"Paired difference in {unit} with 95 % intervals: {words}.",
             [trace],
             axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
             NumberTable("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
@@ -198,10 +194,8 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
         trace = dots([escape(row.arm) for row in rows], [row.overlap for row in rows], shown)
         trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
         cells = {arm: Number(fixed(value, 3), value) for arm, value in values.items()}
-        words = "; ".join(f"{arm} {number.shown}" for arm, number in cells.items())
         panel = arms_panel(
             f"Overlap with magnitude at {short_percent(sparsity)}",
-            f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
             [trace],
             axis("Jaccard overlap; dotted: chance", range=[0, 1.02]),
             NumberTable(f"Jaccard overlap; chance is {chance:.3f}", ["arm", "overlap"], [*map(list, cells.items())]),
@@ -248,11 +242,9 @@ def _cost(title: str, unit: tuple[str, float], show: Callable[..., str], found: 
     points["marker"]["size"] = 6
     points |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
     points |= {"hovertemplate": "%{text}<extra></extra>"}
-    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
     rows = [[arm, cell(mean / size), cell(len(found[arm]), str)] for arm, mean in means.items()]
     return arms_panel(
         title,
-        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
         [bars, points],
         axis(name, rangemode="tozero"),
         NumberTable(f"{title}, mean over runs", ["arm", name, "runs"], rows),

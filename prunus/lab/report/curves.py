@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from .cells import ArmRow, Source, mean_of
-from .numbers import count, number, percent, plain, short_percent
+from .numbers import number, percent, plain, short_percent
 from .panel import MUTED, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
 from .records import Json, RunRecord
 
@@ -88,7 +88,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
     said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
     loss = Panel(
         "Loss",
-        in_words("Training loss", logged, record.unit) + " " + in_words("Held-out loss", held_out, record.unit),
         [
             line_trace("training", logged, Mark(MUTED, width=1.2), hover),
             line_trace("held-out", held_out, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
@@ -107,7 +106,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
     columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
     held_out_quality = Panel(
         name,
-        in_words(name, quality, record.unit),
         [line_trace(name, quality, Mark(ACCENT, width=2.2), "%{y:.5g}<extra></extra>") | {"mode": "lines+markers"}],
         layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
         NumberTable("Every evaluation on held-out data", columns, rows),
@@ -144,7 +142,6 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
             traces += _band(series[arm], marks[arm])
         spread = " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" * any(p.low < p.high for p in series[arm])
         traces.append(line_trace(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
-    ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
     few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
     by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
     steps = sorted({step for line in by_step.values() for step in line})
@@ -154,7 +151,6 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
     ]
     return Panel(
         name,
-        f"{name} over {record.unit}; at the end: {ends}.",
         traces,
         layout(
             axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
@@ -190,9 +186,3 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
         common | {"y": [p.low for p in shown]},
         common | {"y": [p.high for p in shown], "fill": "tonexty", "fillcolor": f"{mark.colour}/0.14"},
     ]
-
-
-def in_words(name: str, line: Sequence[Point], unit: str) -> str:
-    if not line:
-        return f"{name}: nothing recorded."
-    return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {unit}."

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...plot import layers_svg
 from ..run_files import RunFiles
 from ..schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, Spec
-from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, in_words, line_trace
+from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, line_trace
 from .numbers import duration, memory, number, plain
 from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, Trace, axis, cell, layout
 from .records import Json
@@ -172,7 +172,7 @@ class RecoveryRecord:
         rows = [[cell(p.step, whole), cell(p.x, whole), cell(p.mean)] for p in at_most(curve, MAX_ROWS)]
         caption = f"{name}, {len(rows)} of {len(measured)} evaluations"
         table = NumberTable(caption, ["step", self.unit, NAMES[metric]], rows)
-        return Panel(name, in_words(name, curve, self.unit), traces, look, table, height=340)
+        return Panel(name, traces, look, table, height=340)
 
     def _curve(self, curve: Sequence[Point]) -> Trace:
         shown = at_most(curve, MAX_POINTS)

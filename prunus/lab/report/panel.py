@@ -15,6 +15,7 @@ DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 NUM_COLOURS = 4
 BAR = 26  # pixels a row of a chart with arms below each other
+SAID = 12  # rows of a table that describe a chart
 LONG = 36  # letters of a label beside which half a page leaves no room for a chart
 
 
@@ -46,15 +47,21 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: traces and layout for the library, and the same in words and in a table."""
+    """One chart: traces and layout for the library, and the same as a table."""
 
     title: str
-    description: str  # what a screen reader says in place of the picture
     traces: Sequence[Trace]
     layout: dict[str, Any]
     table: NumberTable
     height: int = 300
     is_wide: bool = False  # takes a line of the page by itself
+
+    @property
+    def description(self) -> str:
+        """What a screen reader says in place of the picture: the end of the table, which follows as a whole."""
+        rows = [zip(self.table.columns, row, strict=False) for row in self.table.rows[-SAID:]]
+        said = "; ".join(", ".join(f"{name} {getattr(one, 'shown', one)}" for name, one in row) for row in rows)
+        return f"{self.title}, {self.table.caption}: {said or 'nothing recorded'}."
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,6 @@ def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[
 
 def arms_panel(
     title: str,
-    description: str,
     traces: Sequence[Trace],
     x: Mapping[str, Any],
     table: NumberTable,
@@ -147,7 +153,7 @@ def arms_panel(
 ) -> Panel:
     height = 80 + (BAR * 3 // 2 if two_lines else BAR) * len(arms)
     look = layout(x, axis("", type="category", dtick=1), hovermode="closest")
-    return Panel(title, description, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
+    return Panel(title, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
 
 
 def cell(value: Any, show: Callable[[float | None], str] = plain) -> Number:

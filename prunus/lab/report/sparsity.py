@@ -54,12 +54,8 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
     }
     rows = [[shortened(layer), *(cell(by.get(layer), two_decimals) for by in columns.values())] for layer in layers]
     longest = LETTER * max(map(len, columns))  # too long to lie beside each other, names of columns stand upright
-    last = list(columns.values())[-1]
-    ends = sorted(last, key=lambda layer: last[layer])
-    said = f"{shortened(ends[0])} {percent(last[ends[0]])} to {shortened(ends[-1])} {percent(last[ends[-1]])}"
     return Panel(
         title,
-        f"Heat map of {len(layers)} layers by {len(columns)} columns; in the last column from {said}.",
         [trace],
         layout(
             axis(what, type="category", showgrid=False),
@@ -99,10 +95,8 @@ def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], 
         rows += [[name, cell(step, "{:,}".format), cell(share, two_decimals)] for step, share in path[1:-1]]
     has_events = any(record.events for record in records.values())
     what = "asked for at every event" if has_events else "counted at every evaluation"
-    said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
     return Panel(
         f"Sparsity over steps{title}",
-        f"Sparsity over steps, at the end: {said}.",
         traces,
         layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
         NumberTable(f"Sparsity {what}", ["arm", "step", "sparsity"], at_most(rows, MAX_ROWS)),
