@@ -56,10 +56,7 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def escaped_messages(who: str) -> Iterator[None]:
-    """Escape what libraries log and warn of as well, which may quote names from files; colours are left out.
-
-    Our own warnings are a line that ``who`` begins, without the place in the code that they come from.
-    """
+    """Escape what libraries log and warn of, which may quote files; our own warnings are a line that ``who`` begins."""
     create, form, show = logging.getLogRecordFactory(), warnings.formatwarning, warnings.showwarning
 
     def created(*args: Any, **options: Any) -> logging.LogRecord:

@@ -43,10 +43,7 @@ Recover = Callable[[nn.Module], Recovery]  # from the dense model
 
 
 def on_all_ranks(command: ModelCommand) -> None:
-    """Do the work of a command where it is to do; on each of the ranks if torchrun started several.
-
-    The first one speaks, measures and writes. What the work is stands in the file NAME_work beside the command's.
-    """
+    """Do a command's work, which NAME_work holds, on each rank; the first one speaks, measures and writes."""
     work: Callable[[Any, Team], None] = import_module(f"{__package__}.{command.name}_work").work
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if is_to_do(command):
@@ -164,10 +161,7 @@ def patterns_of(command: ModelCommand) -> dict[str, Any]:
 
 
 class Measure:
-    """Returns sparsity and metric of the model as it is now; the clock sums up the time that takes.
-
-    Only the first of several ranks measures.
-    """
+    """Returns sparsity and metric of the model as it is now, on the first rank alone; the clock adds the time up."""
 
     def __init__(self, command: ModelCommand, trained: TrainedModel, team: Team = Team()) -> None:
         self.command, self.trained, self.team = command, trained, team

@@ -141,10 +141,7 @@ def _zero_already(asked: float, result: Result) -> str:
 
 
 def _errors(layers: Sequence[Layer], *, is_recovered: bool) -> dict[str, str]:
-    """Headings of errors of the outputs, relative, each with the name of a layer's figure.
-
-    The error in few bits is of outputs as the dense model has them; after a recovery, as the recovered one has them.
-    """
+    """Headings of relative errors of the outputs, each with the name of a layer's figure."""
     errors = {}
     if any(layer.error is not None for layer in layers):
         errors = {"error, mask alone": "mask_error", "repaired": "error"}

@@ -81,10 +81,7 @@ def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, dev
 
 
 def environment_of(device: str, num_workers: int) -> dict[str, str]:
-    """The environment of a worker that is to see one GPU, or of one that works on the CPU.
-
-    Workers share the threads that torch would use: more threads than cores would slow all of them down.
-    """
+    """The environment of a worker that sees one GPU, or none; workers share the threads that torch would use."""
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 

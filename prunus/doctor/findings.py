@@ -78,10 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor as it was found; rows are outputs, columns inputs.
-
-    ``num_pruned``, ``num_live_zeros`` and ``num_came_back`` are counted where there is a mask.
-    """
+    """One tensor as it was found; rows are outputs, columns inputs; what is None is counted where there is a mask."""
 
     name: str
     shape: tuple[int, ...]

@@ -18,10 +18,7 @@ MIN_GROUPS, MIN_ROWS = 16, 4  # fewer agree by chance
 
 @dataclass(frozen=True)
 class Counts:
-    """Of the elements that stay: counts by row and column, the most in any group of M, whole tiles.
-
-    ``most[m]`` is missing where ``m`` does not divide the rows.
-    """
+    """Of what stays: counts by row and column, the most in any group of M where M divides a row, whole tiles."""
 
     shape: tuple[int, int]
     rows: Tensor  # (rows,) how many stay

@@ -47,10 +47,7 @@ class Maker:
 
 
 def makers(model: Any, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Maker], list[str]]:
-    """What makes each tensor of a model on the meta device, and stored names that it has no use for.
-
-    The model then knows how ``save_pretrained`` stores it, as after ``from_pretrained``.
-    """
+    """What makes each tensor of a model on meta, which then knows how it is stored, and stored names of no use."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -233,10 +233,7 @@ MODELS = dict.fromkeys(GPTS, "tokens") | dict.fromkeys(("lenet5", *RESNETS), "im
 
 
 def build(name: str, shape: TokenShape | ImageShape, width: int = 0, layers: int = 0) -> nn.Module:
-    """The untrained model ``name`` for data of ``shape``, drawn from torch's global generator.
-
-    A GPT takes ``width`` and ``layers`` in place of its own.
-    """
+    """The untrained model, drawn from torch's global generator; a GPT takes ``width`` and ``layers`` over its own."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     if MODELS[name] != shape.kind:

@@ -163,10 +163,7 @@ def team_of(run: Run) -> Iterator[Team]:
 
 
 def join(on_gpu: bool, patience: timedelta | None = None) -> None:
-    """Meet the other ranks in a store of this attempt's own; none waits longer for others than ``patience``.
-
-    torchrun keeps one store over its restarts (seen in 2.13), in which a rank would find old addresses.
-    """
+    """Meet the other ranks in a store of this attempt: torchrun's own keeps old addresses over its restarts."""
     store, rank, size = next(rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

@@ -158,10 +158,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too.
-
-    Without a folder it writes nothing: it is that of a rank which is not the first.
-    """
+    """Writes a run folder, and lines of ``metrics.jsonl`` to trackers too; without a folder, on other ranks, nothing."""
 
     folder: Path | None = None
     sinks: tuple[Sink, ...] = ()

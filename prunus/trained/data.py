@@ -158,10 +158,7 @@ def drawn(
 
 
 def spread(total: int, limit: int) -> np.ndarray:
-    """Places of at most ``limit`` of ``total`` samples, all if it is 0: the middles of equal parts.
-
-    The first ones would be those of one chapter, or of one class.
-    """
+    """Places of at most ``limit`` samples (0: all): middles of equal parts, as the first may be of one chapter."""
     num = min(total, limit or total)
     return (2 * np.arange(num) + 1) * total // (2 * max(1, num))
 

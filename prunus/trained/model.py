@@ -270,10 +270,7 @@ def _save(
     small: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved | None:
-    """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were.
-
-    A GGUF file holds its tokenizer, and what lies beside it may be of anything.
-    """
+    """A folder that ``from_pretrained`` reads, with the small files beside the model; GGUF holds its own tokenizer."""
     beside = folder if not gguf_file or (folder / "config.json").is_file() else None
     saved = save_small(model, out, beside, max_shard_bytes) if small else _save_pretrained(model, out, max_shard_bytes)
     if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):

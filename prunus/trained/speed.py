@@ -32,10 +32,7 @@ class Speed:
 
 @torch.no_grad()
 def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str, Callable[[], None]]) -> Speed:
-    """The speed of a model in each of its states, which take turns so that a slow moment meets all of them.
-
-    A state is called to bring the model into it. The last one stays.
-    """
+    """The speed of a model in each state, which its function enters; in turns, so that a slow moment meets all."""
     seconds: dict[str, list[float]] = {name: [] for name in states}
     mode, began = model.training, time.perf_counter()
     model.eval()

@@ -1,7 +1,4 @@
-"""One HTML page that needs nothing beside it: the finding as a headline, then the sections with their charts.
-
-Charts are drawn by plotly, whose script is taken from the installed package.
-"""
+"""One HTML page that needs nothing beside it; its charts are drawn by plotly, whose script the page holds."""
 
 import json
 from base64 import b64encode
@@ -49,10 +46,7 @@ def render(source: Source) -> str:
 
 
 def html_of(page: Page) -> str:
-    """The page as text.
-
-    Its policy allows no network and no script but its own two, by their digests; the chart library writes styles.
-    """
+    """The page as text; its policy allows no network and no script but its own two, by their digests."""
     panels = [panel for section in page.sections for panel in section.panels]
     data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))

@@ -16,10 +16,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is stored of one run, and ``more`` that a study notes beside it.
-
-    A run that goes on, that was killed, or that failed has no result.
-    """
+    """What is stored of one run; one that goes on, that was killed, or that failed has no result."""
 
     name: str
     run: Run

@@ -82,10 +82,7 @@ def shared_paths(records: Mapping[str, RunRecord]) -> dict[tuple[tuple[int, floa
 
 
 def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], title: str = "") -> Panel:
-    """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
-
-    Arms that took the same path are one line.
-    """
+    """Sparsity over steps: a line is what was asked for of all arms on the same path, points were counted."""
     paths = shared_paths(records)
     traces: list[Trace] = []
     rows: list[list[str | Number]] = []

@@ -1,7 +1,4 @@
-"""Arms: what a study compares, as changes of fields of one base run, from code, text or TOML; and studies by name.
-
-Loads no torch.
-"""
+"""Arms: what a study compares, as changes of fields of one base run, and studies by name. Loads no torch."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -124,10 +121,7 @@ def parse_fields(words: Iterable[str], where: str) -> dict[str, Any]:
 
 
 def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
-    """Base run, arms and sparsities of a TOML file: fields of Run at the top, and ``[[arm]]`` with name and fields.
-
-    A score in the file is an arm too.
-    """
+    """Base run, arms and sparsities of a TOML file: fields of Run (a score is an arm too) and ``[[arm]]`` tables."""
     check_regular(path)
     try:
         values = tomllib.loads(path.read_text())

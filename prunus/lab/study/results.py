@@ -56,10 +56,7 @@ class Finished:
 
 
 def update(folder: Folder) -> dict[str, Any]:
-    """Read every run and write ``study_result.json`` anew; returns it.
-
-    A run's overlap with magnitude goes into its cell.json, where both masks are stored.
-    """
+    """Read every run and write ``study_result.json`` anew, and overlaps with magnitude into each cell.json."""
     with folder.locked("study", wait=True):
         plan = folder.plan()
         cells = {one.cell: one for one in finished_cells(plan, folder.finished()[0])}

@@ -244,10 +244,7 @@ class Starts:
         return self.states[recipe, max(steps)] if steps else None
 
     def recorder(self, run: Run, others: Iterable[Run]) -> Callable[[Training], None]:
-        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped.
-
-        To be called after each step.
-        """
+        """To be called after each step: keeps states that ``others`` can begin from, and drops those none needs."""
         wanted = [(_recipe(other), num_shared(other)) for other in others]
         self.states = {
             (key, step): start

@@ -1,7 +1,4 @@
-"""A plan: one base run, its arms, and which of them are run at which sparsity with which seed.
-
-Runs with equal keys are the same computation, data with equal digests the same bytes.
-"""
+"""A plan: one base run, its arms, and which are run how; runs with equal keys are the same computation."""
 
 import json
 from collections.abc import Iterable, Mapping
