@@ -158,7 +158,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Writes a run folder, and lines of ``metrics.jsonl`` to trackers too; without a folder, on other ranks, nothing."""
+    """Writes a run folder, and lines of ``metrics.jsonl`` to trackers; without a folder, on other ranks, nothing."""
 
     folder: Path | None = None
     sinks: tuple[Sink, ...] = ()

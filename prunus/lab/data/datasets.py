@@ -109,7 +109,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Train and validation files; the first, 5 % of the bytes, are validation, and those beyond LIMIT are in neither."""
+    """Train and validation files; the first, 5 % of the bytes, are validation, those beyond LIMIT are in neither."""
     ends = list(accumulate(path.stat().st_size for path in paths))
     num_kept = bisect_right(ends, LIMIT)
     num_held_out = 1 + bisect_left(ends, HELD_OUT * ends[num_kept - 1]) if num_kept else 0
