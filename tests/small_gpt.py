@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prunus.lab.models import MODELS, gpt
+from prunus.lab.models import GPTS
 
 
 @contextmanager
 def fewer_weights() -> Iterator[None]:
     """``gpt2-tiny`` with a thirtieth of its weights, in this process: for what holds of every model."""
-    own = MODELS["gpt2-tiny"]
-    MODELS["gpt2-tiny"] = gpt(num_layers=2, num_heads=2, width=32)
+    own = GPTS["gpt2-tiny"]
+    GPTS["gpt2-tiny"] = (2, 2, 32)  # layers, heads and width
     try:
         yield
     finally:
-        MODELS["gpt2-tiny"] = own
+        GPTS["gpt2-tiny"] = own

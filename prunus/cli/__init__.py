@@ -84,7 +84,7 @@ def _run(args: list[str]) -> None:
     sys.excepthook = print_traceback
     try:
         command = import_module(f"{__name__}.{name}")
-        with escaped_messages():
+        with escaped_messages(f"prunus {name}"):
             command.run(_parse(command.Command, name, rest))
     except BrokenPipeError:
         raise
@@ -118,7 +118,6 @@ def _continued(name: str, args: list[str]) -> str:
 
 
 def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
-    """The command's dataclass from its options."""
     import tyro
 
     if {"-h", "--help"} & set(args):
@@ -126,7 +125,11 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
 
         print(help_page(kind, name))
         raise SystemExit(0)
-    _refuse_moved(name, args)
+    for number, arg in enumerate(args):
+        flag, _, value = arg.partition("=")
+        if new := MOVED.get((name, flag)):
+            value = value or next(iter(args[number + 1 :]), "")
+            _fail(f"prunus {name}", f"{flag} is not an option any more; write {new.replace('VALUE', value)}")
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "2000"  # of what the parser prints no line is broken
     try:
@@ -140,17 +143,7 @@ def _parse(kind: type[Any], name: str, args: list[str]) -> Any:
     return _fail(f"prunus {name}", f"{_mistake(kind, page.getvalue())} (prunus {name} --help lists the options)")
 
 
-def _refuse_moved(name: str, args: list[str]) -> None:
-    """Answer a flag that is not there any more with the one to write."""
-    for number, arg in enumerate(args):
-        flag, _, value = arg.partition("=")
-        if new := MOVED.get((name, flag)):
-            value = value or next(iter(args[number + 1 :]), "")
-            _fail(f"prunus {name}", f"{flag} is not an option any more; write {new.replace('VALUE', value)}")
-
-
 def _mistake(kind: type[Any], page: str) -> str:
-    """One line from the page that the parser prints about a mistake."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page)
     lines = [line.strip("│ ") for line in plain.splitlines() if line.strip("─-│ ")]
     if len(lines) > 3 and lines[1].startswith("Missing from"):
@@ -169,7 +162,6 @@ def _mistake(kind: type[Any], page: str) -> str:
 
 
 def _fail(who: str, what: str) -> NoReturn:
-    """End with one line on standard error."""
     from .console import escaped
 
     of_ranks = ("prunus train", "prunus recover", "prunus prune", "prunus shrink")

@@ -26,7 +26,6 @@ OF_MODEL = (".json", ".jinja", ".model", ".safetensors", ".gguf", ".txt")  # fil
 
 
 def solve(command: Any) -> str:
-    """Answer the problems that are not answered yet, and run the programs; pass@1 of all, in words."""
     if not command.run_code:
         raise ValueError(f"--problems runs programs that the model writes, {CONFINEMENT}; add --run-code to allow it")
     if not 1 <= command.batch <= 16 or command.max_new_tokens < 1:
@@ -106,7 +105,6 @@ def _digest(model: Path) -> str:
 
 
 def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
-    """Answer problems, a batch at a time, and run the programs of each batch."""
     folder, file = command.path, None
     if folder.suffix == ".gguf":
         folder, file = folder.parent, folder.name

@@ -14,10 +14,10 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -37,12 +37,10 @@ def escaped(text: str) -> str:
     r"""The text with every character that could act on the terminal written out: ``\x1b``, ``\n``, ``\u202e``."""
     if text.isprintable():
         return text
-    return "".join(c if _is_text(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_text(character: str) -> bool:
-    """Whether it is a letter, a sign or a space of any script, and no control or mark of direction."""
-    return character.isprintable() or character in LETTERS or unicodedata.category(character) == "Zs"
+    shown = (c.isprintable() or c in LETTERS or unicodedata.category(c) == "Zs" for c in text)  # of any script
+    return "".join(
+        c if is_text else c.encode("unicode_escape").decode() for c, is_text in zip(text, shown, strict=True)
+    )
 
 
 def print(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
@@ -53,14 +51,13 @@ def print(*lines: object, file: TextIO | None = None, flush: bool = False) -> No
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, which escapes what is not ASCII itself."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager
-def escaped_messages() -> Iterator[None]:
-    """Escape what libraries log and warn of as well, which may quote names from files; colours are left out."""
-    create, form = logging.getLogRecordFactory(), warnings.formatwarning
+def escaped_messages(who: str) -> Iterator[None]:
+    """Escape what libraries log and warn of, which may quote files; our own warnings are a line that ``who`` begins."""
+    create, form, show = logging.getLogRecordFactory(), warnings.formatwarning, warnings.showwarning
 
     def created(*args: Any, **options: Any) -> logging.LogRecord:
         record = create(*args, **options)
@@ -71,17 +68,22 @@ def escaped_messages() -> Iterator[None]:
     def formed(*args: Any, **options: Any) -> str:
         return _escaped_lines(form(*args, **options))
 
+    def shown(message: Any, category: Any, filename: str, *rest: Any, **options: Any) -> None:
+        if Path(filename).is_relative_to(Path(__file__).parents[1]):
+            print(f"{who}: {message}", file=sys.stderr)
+        else:
+            show(message, category, filename, *rest, **options)
+
     logging.setLogRecordFactory(created)
-    warnings.formatwarning = formed
+    warnings.formatwarning, warnings.showwarning = formed, shown  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:
         logging.setLogRecordFactory(create)
-        warnings.formatwarning = form
+        warnings.formatwarning, warnings.showwarning = form, show
 
 
 def print_traceback(_: Any, error: BaseException, trace: Any) -> None:
-    """An exception hook: the usual traceback, whose message may quote a file, too."""
     builtins.print(_escaped_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
 
@@ -128,33 +130,18 @@ def progress_bar(title: str, total: int, *, is_alone: bool = True) -> "Iterator[
     """A function to call after each step; it prints lines outside a terminal, and where others print to it too."""
     from ..oneshot.progress import progress_line
 
-    console, known = Terminal(stderr=True), dict[str, Any]()
-    shows_lines = not (console.is_terminal and is_alone)
-    line = progress_line(False if console.is_terminal else None, title)
-    with steps_bar(console, is_shown=not shows_lines) as bar, line as report_line:
-        task = bar.add_task(escaped(title), total=total, known="")
+    known, is_terminal = dict[str, Any](), Terminal(stderr=True).is_terminal
+    shows_lines = not (is_terminal and is_alone)
+    with progress_line(False if is_terminal and not is_alone else None, title) as report_line:
 
         def report(step: int, values: dict[str, Any]) -> None:
             known.update(values)
             parts = [f"loss {known['loss']:.3f}"] if "loss" in known else []
             if "eval" in known:
                 parts += [f"held-out {known['eval']['loss']:.3f}", f"sparsity {known['sparsity']:.1%}"]
-            bar.update(task, completed=step, known=", ".join(parts))
             if "eval" in values and shows_lines:
                 print(f"{title}: step {step}/{total}, {', '.join(parts)}", file=sys.stderr)
             elif report_line:
-                report_line(step, total, ", ".join(parts))
+                report_line(step, total, ", ".join([f"step {step}/{total}", *parts]))
 
         yield report
-
-
-def steps_bar(console: Console, *, is_shown: bool = True) -> Progress:
-    """A bar with a title, shown only in a terminal."""
-    columns = (
-        TextColumn("{task.description:18}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[known]}", markup=False),
-    )
-    return Progress(*columns, console=console, disable=not (console.is_terminal and is_shown))

@@ -63,6 +63,7 @@ def run(command: Command) -> None:
         save_every=100,
     )
     from ..files.json_file import write_json
+    from ..lab.evaluate import measured, summed
     from ..lab.report.page import write_report
 
     began, out = time.time(), command.out
@@ -77,7 +78,9 @@ def run(command: Command) -> None:
             size = _size(model)
         if name in ("dense", SMALL):
             texts[name] = _text(model, plan.context)
-        rows.append(Row(name, done, _perplexity(model, dense), size))
+        batches = dense.data.validation(BATCH, plan.eval_size)
+        quality = summed(measured(model, batches, dense.device, dense.autocast()))
+        rows.append(Row(name, done, quality.perplexity, size))
     values = {"rows": [*map(asdict, rows)], "texts": texts, "prompt": PROMPT.decode(), "settings": plan.to_json()}
     write_json(out / DEMO_FILE, values)
     page = write_report(out)
@@ -86,10 +89,12 @@ def run(command: Command) -> None:
     print(f"{in_one_line(rows, command.sparsity)}.", AFTERWARDS)
     if not _can_recover():
         print("Recovery was left out: it needs pip install 'prunus[hf]'.")
+    activate = Path(sys.executable).parent / "activate"
+    on_path = shutil.which("prunus") or not activate.is_file()
     print(
         "",
         f"Open {page} in a browser. The demo took {duration(time.time() - began)}. What to do next:",
-        *_how_to_call(),
+        *(() if on_path else (f"  . {activate}", "      puts prunus on your path")),
         f"  prunus doctor {out / 'small'}",
         "      checks the small model that the demo wrote",
         "  prunus train --data YOUR.txt --out runs/mine",
@@ -100,7 +105,6 @@ def run(command: Command) -> None:
 
 
 def _trained(run: Run) -> "Training":
-    """A training that has ended, with its last weights; one that was interrupted continues."""
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.trainer import Training, train
 
@@ -152,13 +156,6 @@ def _models(dense: "Training", sparse: "Training", command: Command) -> "Iterato
     if _can_recover():
         recovered(model)
         yield "shrunk, recovered", learned, model
-
-
-def _perplexity(model: "nn.Module", dense: "Training") -> float:
-    from ..lab.evaluate import measured, summed
-
-    batches = dense.data.validation(BATCH, dense.run.eval_size)
-    return summed(measured(model, batches, dense.device, dense.autocast())).perplexity
 
 
 def _size(model: "nn.Module", folder: Path | None = None) -> int:
@@ -215,11 +212,3 @@ def _print_texts(texts: Mapping[str, str]) -> None:
         table.add_column(name, ratio=1, overflow="fold")
     table.add_row(*map(Text, texts.values()))
     Terminal().print(table)
-
-
-def _how_to_call() -> Iterator[str]:
-    """How to put this command on the path, where it is not."""
-    activate = Path(sys.executable).parent / "activate"
-    if shutil.which("prunus") is None and activate.is_file():
-        yield f"  . {activate}"
-        yield "      puts prunus on your path"

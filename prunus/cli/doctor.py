@@ -63,7 +63,6 @@ def run(command: Command) -> None:
 
 
 def _show(diagnosis: "Diagnosis") -> None:
-    """Print the table, the findings, the warnings, the notes, and last the verdict."""
     console = Terminal()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Terminal(width=PIPED)
@@ -88,9 +87,8 @@ def _print_layers(layers: "Sequence[TensorReport]", console: Terminal) -> None:
     """A table, or two lines a layer where it would cut a name: the name, and its numbers below it."""
     rows = [_cells(layer) for layer in layers]
     width = sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *(row[:-1] for row in rows), strict=True))
-    styles = [
-        "red" if layer.num_not_finite or layer.num_came_back else "" if layer.is_prunable else "dim" for layer in layers
-    ]
+    faults = [layer.num_not_finite or layer.num_came_back for layer in layers]
+    styles = ["red" if bad else "" if one.is_prunable else "dim" for bad, one in zip(faults, layers, strict=True)]
     if width + NOTES > console.width:
         for (name, *cells, dead, notes), style in zip(rows, styles, strict=True):
             console.print(name, style=style, overflow="fold")
@@ -107,7 +105,6 @@ def _print_layers(layers: "Sequence[TensorReport]", console: Terminal) -> None:
 
 
 def _cells(layer: "TensorReport") -> tuple[str, ...]:
-    """What stands in the columns, and the notes."""
     from ..doctor.findings import share
 
     name = layer.name.removesuffix(".weight")  # the module's, so that the line stays short

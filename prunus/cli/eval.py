@@ -176,9 +176,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
     if "labels" not in samples and command.dense is None and not is_causal(model):
-        raise ValueError(
-            "there are no labels, so outputs are compared with the dense model's; give its folder as --dense"
-        )
+        raise ValueError("without labels, outputs are compared with the dense model's; give its folder as --dense")
     metric, measure = metric_of(model if command.dense is None else opened_folder(command.dense, device), samples)
     return f"{metric} {measure(model):.4f}", found, held_out
 

@@ -86,7 +86,6 @@ def _check_push(command: Command) -> None:
 
 
 def _refuse_unread(command: Command) -> None:
-    """An option that this way of calling would not read is a mistake."""
     if command.advise and command.tokens is not None:
         raise ValueError(f"--tokens is a file that --bits reads; write --prompt-tokens {command.tokens}")
     for flag in given(command, *WRITING, *CALIBRATION) if command.advise else ():
@@ -163,7 +162,7 @@ def _convert(command: Command) -> None:
 
         if job.out.suffix == ".safetensors":
             raise ValueError(
-                f"a checkpoint becomes a folder with its run.json, but --out is the file {job.out}; give a folder"
+                f"a checkpoint becomes a folder with its run.json; --out is the file {job.out}: give a folder"
             )
         with progress_line(None, "export") as report:
             done = export_checkpoint(checkpoint, replace(job, report=report))
@@ -171,7 +170,6 @@ def _convert(command: Command) -> None:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """The training checkpoint that ``path`` is or holds, if it is one."""
     from ..lab.checkpoint import checkpoint_of
 
     if path.is_dir():

@@ -63,38 +63,23 @@ GROUPS = {
     },
 }
 GROUPS["profile"] = GROUPS["train"] | {"usual": "data model batch score sparsity compile precision device out compare"}
-EXAMPLES = {  # what the page of a command begins with
-    "demo": "prunus demo",
-    "report": "prunus report runs/mine",
-    "prune": "prunus prune path/to/model --text corpus --out pruned",
-    "shrink": "prunus shrink path/to/model --text corpus --size 0.7 --out smaller",
-    "recover": "prunus recover pruned --teacher path/to/model --text corpus --out new",
-    "eval": "prunus eval recovered --text held-out.txt",
-    "export": "prunus export recovered --bits 4 --text corpus --out small",
-    "generate": "prunus generate small --prompt 'Once upon a time'",
-    "doctor": "prunus doctor small --sparsity 0.5",
-    "train": "prunus train --data book.txt --sparsity 0.8 --out runs/mine",
-    "study": "prunus study --scores magnitude,bitter7 --seeds 3 --out study",
-    "profile": "prunus profile --model gpt2 --device cuda --out profile",
-}
-GUIDE = {  # the page of docs/ on a command, with what it prints and what goes wrong
-    "demo": "README",
-    "report": "command-line",
-    "prune": "prune-folder",
-    "shrink": "shrink",
-    "recover": "recover",
-    "eval": "evaluate",
-    "export": "run-and-ship",
-    "generate": "run-and-ship",
-    "doctor": "check",
-    "train": "command-line",
-    "study": "compare",
-    "profile": "command-line",
+PAGES = {  # what the page of a command begins with: an example, and the page of docs/ on the command
+    "demo": ("prunus demo", "README"),
+    "report": ("prunus report runs/mine", "command-line"),
+    "prune": ("prunus prune path/to/model --text corpus --out pruned", "prune-folder"),
+    "shrink": ("prunus shrink path/to/model --text corpus --size 0.7 --out smaller", "shrink"),
+    "recover": ("prunus recover pruned --teacher path/to/model --text corpus --out new", "recover"),
+    "eval": ("prunus eval recovered --text held-out.txt", "evaluate"),
+    "export": ("prunus export recovered --bits 4 --text corpus --out small", "run-and-ship"),
+    "generate": ("prunus generate small --prompt 'Once upon a time'", "run-and-ship"),
+    "doctor": ("prunus doctor small --sparsity 0.5", "check"),
+    "train": ("prunus train --data book.txt --sparsity 0.8 --out runs/mine", "command-line"),
+    "study": ("prunus study --scores magnitude,bitter7 --seeds 3 --out study", "compare"),
+    "profile": ("prunus profile --model gpt2 --device cuda --out profile", "command-line"),
 }
 
 
 def help_page(kind: type[Any], name: str) -> str:
-    """An example, the guide's page, and the parser's for a class that has the command's options in groups."""
     import tyro
 
     left = {option.name: option for option in _options(kind, tyro.MISSING_NONPROP)}
@@ -114,7 +99,8 @@ def help_page(kind: type[Any], name: str) -> str:
     width = shutil.get_terminal_size().columns
     lines = (line.rstrip() for line in shown.getvalue().splitlines())
     fitting = (line if len(line) <= width else textwrap.fill(line, width) for line in lines)  # a description's
-    return "\n".join([f"example: {EXAMPLES[name]}", f"guide:   docs/{GUIDE[name]}.md", "", *fitting])
+    example, guide = PAGES[name]
+    return "\n".join([f"example: {example}", f"guide:   docs/{guide}.md", "", *fitting])
 
 
 def _options(kind: type[Any], default: Any) -> Iterator[Any]:

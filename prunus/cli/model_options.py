@@ -52,7 +52,6 @@ class ModelCommand:
 
     @property
     def needs_whole(self) -> str | None:
-        """The option for which the whole model must be in memory, if there is one."""
         known = {
             "--tune": self.tune,
             "--recover": self.recover is not None,
@@ -62,7 +61,6 @@ class ModelCommand:
 
     @property
     def on_disk(self) -> bool:
-        """Whether a Hugging Face folder is read block by block."""
         return self.needs_whole is None and self.gguf_file is None
 
     @property

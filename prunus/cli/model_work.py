@@ -43,10 +43,7 @@ Recover = Callable[[nn.Module], Recovery]  # from the dense model
 
 
 def on_all_ranks(command: ModelCommand) -> None:
-    """Do the work of a command where it is to do; on each of the ranks if torchrun started several.
-
-    The first one speaks, measures and writes. What the work is stands in the file NAME_work beside the command's.
-    """
+    """Do a command's work, which NAME_work holds, on each rank; the first one speaks, measures and writes."""
     work: Callable[[Any, Team], None] = import_module(f"{__package__}.{command.name}_work").work
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if is_to_do(command):
@@ -91,9 +88,7 @@ def is_to_do(command: ModelCommand) -> bool:
     if command.recover is not None:
         number_of(command.recover)
         if command.offload:
-            raise ValueError(
-                "--recover trains the whole model on the device; leave off --offload, or run prunus recover afterwards"
-            )
+            raise ValueError("--recover trains the model on the device; leave off --offload, or recover it afterwards")
         if command.calibrate == "self":
             raise ValueError("--recover learns from text; give --text, --tokens or --batches, not --calibrate self")
     device_of(command.device)
@@ -166,10 +161,7 @@ def patterns_of(command: ModelCommand) -> dict[str, Any]:
 
 
 class Measure:
-    """Returns sparsity and metric of the model as it is now; the clock sums up the time that takes.
-
-    Only the first of several ranks measures.
-    """
+    """Returns sparsity and metric of the model as it is now, on the first rank alone; the clock adds the time up."""
 
     def __init__(self, command: ModelCommand, trained: TrainedModel, team: Team = Team()) -> None:
         self.command, self.trained, self.team = command, trained, team
@@ -216,13 +208,11 @@ def write_folder(
 
 
 def cost_figures(cost: Cost, recovery: Recovery | None) -> dict[str, Any]:
-    """What the work cost, and what the recovery did, for result.json."""
     figures = {name: getattr(cost, name) for name in ("passes", "forwards", "seconds", "peak_bytes")}
     return figures if recovery is None else figures | {"recovery": recovery.figures()}
 
 
 def print_written(command: ModelCommand, cost: Cost, recovery: Recovery | None, done: str) -> None:
-    """Say what the recovery did, and what was written; ``done`` is what was done to the model."""
     if recovery is not None:
         print(*str(recovery).splitlines())
     memory = f" with at most {cost.peak_bytes / 2**30:.2f} GiB of memory" if cost.peak_bytes else ""  # if measured
@@ -230,7 +220,6 @@ def print_written(command: ModelCommand, cost: Cost, recovery: Recovery | None, 
 
 
 def publish(command: ModelCommand) -> None:
-    """Write the chart and push the folder, where that was asked for."""
     if command.plot is not None:
         save(layers_chart(read_json(command.out / "result.json")["layers"]), command.plot)
     if command.push is not None:

@@ -34,7 +34,8 @@ class Command:
 def run(command: Command) -> None:
     from ..files.json_file import write_json
     from ..lab.profile.compile_arms import compare_compile
-    from ..lab.profile.measure import Window, measure, without_pruning
+    from ..lab.profile.measure import Window, measure
+    from ..lab.study.study_plan import dense_of
 
     if command.run.resume:
         raise ValueError("a profile starts a run of its own and resumes none; leave off --resume")
@@ -48,7 +49,7 @@ def run(command: Command) -> None:
         if command.compare == "compile":
             values = compare_compile(command.run, window, status.update)
         else:
-            runs = {"without pruning": without_pruning(command.run), "with pruning": command.run}
+            runs = {"without pruning": dense_of(command.run), "with pruning": command.run}
             chosen = runs if command.run.score != "none" else {"without pruning": command.run}
             profiles = {name: measure(one, window, status.update) for name, one in chosen.items()}
             values = {name.replace(" ", "_"): profile.to_json() for name, profile in profiles.items()}
@@ -71,7 +72,6 @@ def _print(profiles: "Profiles") -> None:
 
 
 def rows_of(profiles: "Profiles") -> list[list[str]]:
-    """Part, time and highest memory in each profile, and what it is; an event comes on top of its step."""
     from ..lab.profile.parts import PARTS
 
     rows = []
@@ -96,7 +96,6 @@ def _size(num_bytes: int | None) -> str:
 
 
 def summary(profile: "StepProfile") -> list[str]:
-    """The figures that need no table."""
     from ..lab.profile.compile_arms import compile_words
 
     tokens = f", {profile.tokens_a_second:,.0f} tokens/s" if profile.tokens_a_second else ""

@@ -52,7 +52,6 @@ class Command(ModelCommand):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of main memory that activations may take."""
         return None if self.memory is None else size_in_bytes(self.memory)
 
     @property
@@ -80,7 +79,6 @@ class Command(ModelCommand):
 
     @property
     def chosen_scope(self) -> str:
-        """The scope that auto stands for."""
         if self.scope != "auto":
             return self.scope
         if self.chosen_score is None or self.allocate != "uniform":

@@ -33,8 +33,6 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds by part, and the state of the device."""
-
     seconds: Mapping[str, float]
     rows: int  # per pass, at the end; 0 where no gradient was read
     halved: int  # how often memory ran out
@@ -60,13 +58,14 @@ def split(parts: Mapping[str, float], total: float) -> dict[str, float]:
 
 
 def advice(profile: Profile) -> list[str]:
-    """What would make the run faster or smaller; at least one sentence."""
     found = []
     if profile.halved:
         times = "once" if profile.halved == 1 else f"{profile.halved} times"
         found.append(f"Memory ran out {times}; --batch {profile.rows} starts with the size that fitted in the end.")
     if profile.rows == 1 and profile.halved:
-        found.append(f"One row per pass is the minimum: {_room(profile)} frees memory.")
+        recomputes = profile.checkpointing or profile.schedule in ("none", "joint")
+        rest = "shorter windows (--length) or --offload frees memory"
+        found.append(f"One row per pass is the minimum: {'' if recomputes else '--checkpointing, '}{rest}.")
     if profile.checkpointing and not profile.halved:
         found.append("Checkpointing was not needed: leave it off, or use more rows per pass (--batch).")
     roomy = profile.left_bytes > profile.used_bytes
@@ -82,28 +81,15 @@ def advice(profile: Profile) -> list[str]:
         found.append("Gradients are recorded for one matrix at a time: --probe block needs far fewer passes, "
                      "and decides slightly differently.")  # fmt: skip
     if profile.share("scores") > 0.5 and profile.schedule == "none":
-        found.append(
-            "Most of the time went into passes over the samples: fewer or shorter ones (--samples, --length) cost less."
-        )
+        found.append("Most time went into passes over the samples: fewer or shorter (--samples, --length) cost less.")
     if profile.device == "cpu":
         threads = torch.get_num_threads()
-        found.append(
-            f"The passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU."
-        )
+        found.append(f"Passes ran on {threads} CPU thread{'s' * (threads > 1)}: use --device cuda if there is a GPU.")
     return found or ["Nothing stands out: time and memory go where they should."]
-
-
-def _room(profile: Profile) -> str:
-    """Options that leave more memory for activations and were not used."""
-    if profile.checkpointing or profile.schedule in ("none", "joint"):
-        return "shorter windows (--length) or --offload"
-    return "--checkpointing, shorter windows (--length) or --offload"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A model that was pruned, and the figures."""
-
     model: TrainedModel
     result: Result
     rows: dict[str, dict[str, float]]  # sparsity and metric of the dense model, the pruned one and the comparison
@@ -114,7 +100,6 @@ class Outcome:
 
     @property
     def in_bits(self) -> Result:
-        """What put the weights onto grids, if they are."""
         return self.quantised or self.result
 
     @property
@@ -127,7 +112,6 @@ class Outcome:
 
 
 def print_result(outcome: Outcome, asked: float, *, is_probed: bool, every_layer: bool) -> None:
-    """One table of the layers and one of the models; ``asked`` is the sparsity asked for."""
     result, console = outcome.result, wide_console()
     is_recovered = outcome.quantised is not None
     table = _kinds(outcome.layers, console.width, is_recovered=is_recovered)
@@ -157,10 +141,7 @@ def _zero_already(asked: float, result: Result) -> str:
 
 
 def _errors(layers: Sequence[Layer], *, is_recovered: bool) -> dict[str, str]:
-    """Headings of errors of the outputs, relative, each with the name of a layer's figure.
-
-    The error in few bits is of outputs as the dense model has them; after a recovery, as the recovered one has them.
-    """
+    """Headings of relative errors of the outputs, each with the name of a layer's figure."""
     errors = {}
     if any(layer.error is not None for layer in layers):
         errors = {"error, mask alone": "mask_error", "repaired": "error"}
@@ -182,7 +163,6 @@ def _kinds(layers: Sequence[Layer], width: int, *, is_recovered: bool = False) -
 
 
 def quantised_table(result: QuantizeResult, saved: Mapping[str, SavedTensor], width: int) -> Table:
-    """One row for all layers whose names differ in numbers only, with what each kind takes in the file."""
     rows, layers = [], result.layers
     errors = {"error": "bits_error"} if any(layer.bits_error is not None for layer in layers) else {}
     for kind, alike in _by_kind(layers).items():
@@ -236,7 +216,6 @@ def _fitting_table(title: str, rows: Sequence[Mapping[str, str]], width: int, fi
 
 
 def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
-    """One row per layer; columns of the probe are left out without one."""
     rows, errors = [], _errors(outcome.layers, is_recovered=outcome.quantised is not None)
     for layer in outcome.layers:
         tau = "" if layer.tau is None else f"{layer.tau:.4g}"
@@ -252,17 +231,14 @@ def _layers(outcome: Outcome, *, is_probed: bool) -> Table:
 
 
 def print_profile(profile: Profile) -> None:
-    """Where time and memory went, and what to change."""
     headings = ("part", "cost", "meaning")
     wide_console().print(table_of("where time and memory went", headings, table_rows(profile), texts=("meaning",)))
     print(*advice(profile))
 
 
 def table_rows(profile: Profile) -> list[tuple[str, str, str]]:
-    """Rows (what, how much, meaning) of the table."""
-    rows = [
-        (part, f"{seconds:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, seconds in profile.seconds.items()
-    ]
+    seconds = profile.seconds.items()
+    rows = [(part, f"{took:.2f} s ({profile.share(part):.0%})", PARTS[part]) for part, took in seconds]
     rows.append(("memory used", f"{profile.used_bytes / GIB:.2f} GiB", f"at the peak, on {profile.device}"))
     rows.append(("memory left", f"{profile.left_bytes / GIB:.2f} GiB", "at the peak"))
     if profile.rows:

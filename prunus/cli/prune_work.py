@@ -130,7 +130,6 @@ def _pruned(command: Command, team: Team) -> Outcome | None:
 
 
 def _settings_of(command: Command, trained: TrainedModel) -> dict[str, Any]:
-    """Arguments of ``prune`` that a trial has too."""
     scopes = {"row": PerRow(), "layer": PerLayer(command.allocate), "global": Global(), "2:4": NofM(2, 4)}
     select: Selector = scopes[command.chosen_scope]
     how = {"score": command.chosen_score, "select": select, "memory": command.memory_bytes}
@@ -149,7 +148,6 @@ def _probe_of(command: Command) -> Probe | None:
 
 
 def _left_bytes(command: Command, cost: Cost) -> int:
-    """Memory that was free at the peak."""
     device = torch.device(command.device)
     left = free_bytes(device)
     if device.type == "cuda":

@@ -49,11 +49,16 @@ class Quantising(ModelCommand):
 
 
 def export(command: Quantising) -> None:
-    """Quantise a pruned model, and write it."""
     if not is_to_do(command):
         return
     with working(command):
-        trained = _loaded(command)
+        if command.has_data:
+            trained, _ = loaded(command, from_checkpoint)
+        else:
+            trained = load_without_data(source_of(command), Path(command.model))
+            print(
+                "Each weight is rounded to the nearest value; --text, --tokens or --batches to calibrate on lose less."
+            )
         warn_if_dense(command, trained.model)
         measure = Measure(command, trained)
         rows = {"as it came": measure()} if command.has_data else {}
@@ -71,14 +76,6 @@ def export(command: Quantising) -> None:
     print_bits(command, command.bits, result.level, saved)
     print_written(command, result.cost, None, "quantised")
     publish(command)
-
-
-def _loaded(command: Quantising) -> TrainedModel:
-    if command.has_data:
-        return loaded(command, from_checkpoint)[0]
-    trained = load_without_data(source_of(command), Path(command.model))
-    print("Each weight is rounded to the nearest value; calibration with --text, --tokens or --batches loses less.")
-    return trained
 
 
 def quantised(command: ModelCommand, trained: TrainedModel, bits: int) -> QuantizeResult:
@@ -100,7 +97,6 @@ def warn_if_dense(command: ModelCommand, model: nn.Module) -> None:
 
 
 def print_bits(command: ModelCommand, bits: int, level: Level, saved: Saved) -> None:
-    """Say how many bits a weight takes, how large the files are, and what loads weights without a config."""
     of = "" if len(level.grids) == len(level.weights) else f" in {len(level.grids)} of {len(level.weights)} layers"
     size, dense = sum((command.out / path.name).stat().st_size for path in saved.files), saved.dense_bytes
     if size < dense:  # a dense model has no codes in its file

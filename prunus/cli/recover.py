@@ -68,7 +68,6 @@ class Command:
 
     @property
     def unfinished(self) -> Path:
-        """The folder for checkpoints, until the result is in its place."""
         return self.out.with_name(f".{self.out.name}.unfinished")
 
 
@@ -106,7 +105,6 @@ def run(command: Command) -> None:
 
 
 def check(command: Command) -> None:
-    """Refuse options that make no sense before anything is loaded."""
     number_of(command.budget)
     check_new_folder(command.out)
     if not (command.model / "config.json").is_file():
@@ -122,13 +120,10 @@ def check(command: Command) -> None:
         raise ValueError(f"--teacher {command.teacher} is the pruned model itself; give the dense one")
     check_not_negative(command, "length", "batch", "step_tokens", "eval_windows")
     if command.parallel != "auto" and "RANK" not in os.environ:
-        raise ValueError(
-            f"--parallel {command.parallel} needs several processes: torchrun --nproc-per-node N -m prunus recover ..."
-        )
+        raise ValueError(f"--parallel {command.parallel} needs torchrun --nproc-per-node N -m prunus recover ...")
 
 
 def _arguments(command: Command) -> Any:
-    """Settings of the Trainer, which joins the processes that torchrun started."""
     from ..lab.recipe import device_named
     from ..recovery.training_options import training_arguments
 

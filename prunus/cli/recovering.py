@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..recovery import Recovery, recover
-from ..trained.data import text_config
+from ..trained.data import in_batches, text_config
 from ..trained.model import TrainedModel
-from ..trained.windows import in_batches
 from .console import print
 from .shared_options import number_of
 
@@ -21,8 +20,6 @@ PER_PASS = {"cuda": 8192, "cpu": 2048}  # tokens of one pass
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Samples of a pass, tokens of each, passes and steps."""
-
     size: int
     length: int
     accumulate: int
@@ -49,7 +46,6 @@ def batch_options(
 
 
 def recovered(command: Any, trained: TrainedModel, teacher: nn.Module, args: Any, options: BatchOptions) -> Recovery:
-    """The student of ``trained`` learns from the teacher; both are measured on the held-out samples."""
     assert trained.training is not None and trained.evaluated is not None
     batches = trained.training(size=options.size, length=options.length)
     held_out = in_batches(trained.evaluated, options.size)

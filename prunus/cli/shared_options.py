@@ -30,7 +30,6 @@ def check_not_negative(command: Any, *names: str) -> None:
 
 
 def check_new_folder(out: Path) -> None:
-    """Refuse a folder that is there, or cannot be made."""
     if out.exists():
         raise ValueError(f"{out} is there already; choose another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
@@ -39,7 +38,6 @@ def check_new_folder(out: Path) -> None:
 
 
 def number_of(budget: str) -> int:
-    """A number such as 500k, 20M or 1B."""
     text, unit = budget.strip().lower().replace("_", ""), 1
     if text[-1:] in UNITS:
         text, unit = text[:-1], UNITS[text[-1]]
@@ -67,7 +65,6 @@ def is_written(figures: Path, unfinished: Path, settings: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The same value in types that JSON has."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -71,10 +71,7 @@ def _no_checkpoint(source: ModelSource) -> TrainedModel | None:
 
 
 def _shrunk(command: Command, team: Team) -> ShrinkOutcome | None:
-    """The model, shrunk, tuned and recovered where that was asked for, and measured after each step.
-
-    None on all ranks but the first.
-    """
+    """The model, shrunk, tuned and recovered, and measured after each step; None on all ranks but the first."""
     trained, recover = loaded(command, _no_checkpoint)
     model, measure = trained.model, Measure(command, trained, team)
 

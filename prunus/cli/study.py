@@ -21,13 +21,8 @@ from ..lab.study.tables import HEADINGS, cells_of, notes_of, page, title_of, ver
 from .console import print, wide_console
 
 READ = {"merge": ("out", "slim"), "show": ("out",), "page": ("out", "page")}  # options that each word reads
-LEFT_OUT = (
-    "time per run",
-    "budget",
-    "zeros",
-    "overlap",
-    "seeds",
-)  # columns that a narrow terminal does without, in this order
+# columns that a narrow terminal does without, in this order
+LEFT_OUT = ("time per run", "budget", "zeros", "overlap", "seeds")
 MIN_ARM, WIDE_ARM = 9, 24  # letters of a name that stay in one line in a narrow and in a wide terminal
 Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
 
@@ -152,9 +147,7 @@ def planned(command: Command) -> StudyPlan:
     elif command.scores or command.arm:
         base, arms = Run(), []  # as prunus train does by default
     else:
-        raise ValueError(
-            "say what to run: --scores, --base run.toml or --preset NAME, or --out with a study to continue"
-        )
+        raise ValueError("say what to run: --scores, --base run.toml or --preset NAME, or continue the study in --out")
     changes = parse_fields(command.field, "--set")
     changes |= {name: value for name in ("data", "validation") if (value := getattr(command, name)) is not None}
     base = replace(base, **changes)
@@ -229,7 +222,6 @@ def print_plan(folder: Folder, plan: StudyPlan) -> None:
             seconds, unknown = seconds + (expected or 0.0), unknown or expected is None
     wide_console().print(table)
     tokens = f" = {left * plan.base.context:,} tokens" if plan.base.model.startswith("gpt2") else ""
-    seconds_left = (
-        "the time is unknown until a run has finished on this machine" if unknown else f"at most {seconds:,.0f} s"
-    )
+    known = f"at most {seconds:,.0f} s"
+    seconds_left = "the time is unknown until a run has finished on this machine" if unknown else known
     print(f"left to do: {left:,} examples{tokens}; {seconds_left}")

@@ -1,15 +1,12 @@
 """The workers of ``prunus study``: one in this process, or one process a device."""
 
-import contextlib
-import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from multiprocessing import get_context, parent_process
 from typing import Any
 
 import torch
@@ -58,64 +55,52 @@ def devices_of(text: str) -> list[str]:
 
 def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, devices: list[str]) -> bool:
     """One worker process a device; they claim runs one by one. If one dies, the others go on; False is returned."""
-    shared = {device: replace(options, at_once=devices.count(device)) for device in devices}
-    processes = [_started(folder, cells, shared[device], device, len(devices)) for device in devices]
+    processes = []
     try:
-        codes = [process.wait() for process in processes]
-        for device, code in zip(devices, codes, strict=True):
+        for device in devices:
+            own = replace(options, at_once=devices.count(device), device="cpu" if device == "cpu" else "cuda")
+            process = get_context("spawn").Process(target=worker, args=(folder, cells, own, device))
+            before = os.environ.copy()
+            os.environ |= environment_of(device, len(devices))
+            process.start()  # with the environment as it is now
+            os.environ.clear()
+            os.environ |= before
+            processes.append(process)
+        for process in processes:
+            process.join()
+        codes = {device: process.exitcode for device, process in zip(devices, processes, strict=True)}
+        for device, code in codes.items():
             if code:
-                print(
-                    f"the worker on {device} ended with code {code}; run the same command again to continue",
-                    file=sys.stderr,
-                )
-        return not any(codes)
+                said = f"the worker on {device} ended with code {code}; run the same command again to continue"
+                print(said, file=sys.stderr)
+        return not any(codes.values())
     finally:
         for process in processes:
             process.terminate()
-            process.wait()
-
-
-def _started(
-    folder: Folder, cells: tuple[Cell, ...], options: Options, device: str, num_workers: int
-) -> "subprocess.Popen[str]":
-    own = replace(options, device="cpu" if device == "cpu" else "cuda")
-    task = {
-        "folder": str(folder.path),
-        "cells": [asdict(cell) for cell in cells],
-        "options": asdict(own),
-        "device": device,
-        "command": sys.argv[1:],  # recorded in run.json
-    }
-    command = [sys.executable, "-m", "prunus.cli.study_work"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment_of(device, num_workers))
-    assert process.stdin
-    with contextlib.suppress(BrokenPipeError):  # it may have died already
-        process.stdin.write(json.dumps(task) + "\n")
-        process.stdin.flush()
-    return process
+            process.join()
 
 
 def environment_of(device: str, num_workers: int) -> dict[str, str]:
-    """The environment of a worker that is to see one GPU, or of one that works on the CPU.
-
-    Workers share the threads that torch would use: more threads than cores would slow all of them down.
-    """
+    """The environment of a worker that sees one GPU, or none; workers share the threads that torch would use."""
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_workers))}
     return threads | os.environ | ({} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": device})
 
 
-def worker() -> None:
-    """What a worker process does with the task on its standard input, which stays open while its parent lives."""
-    task = json.loads(sys.stdin.readline())
-    sys.argv[1:] = task["command"]
+def worker(folder: Folder, cells: tuple[Cell, ...], options: Options, device: str) -> None:
+    """What a worker process does; it ends with its parent, which cannot end it when it is killed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    cells = [Cell(**cell) for cell in task["cells"]]
     try:
-        Worker(Folder(Path(task["folder"])), Options(**task["options"]), Lines(f"[{task['device']}] ")).work(cells)
+        Worker(folder, options, Lines(f"[{device}] ")).work(cells)
     except (ValueError, OSError) as error:
         raise SystemExit(escaped(f"prunus study: {' '.join(str(error).split())}")) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _end_with_parent() -> None:
+    if parent := parent_process():
+        parent.join()
+    os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -134,14 +119,3 @@ class Lines:
         print(f"{self.prefix}{line} ({values['num_finished']} of {values['num_runs']})", file=sys.stderr)
         if values["round_ends"] and values["num_finished"] < values["num_runs"] and not self.prefix:
             self.print_table(values)
-
-
-def _end_with_parent() -> None:
-    """End when standard input closes: a killed parent cannot end its workers, which would keep a GPU."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    worker()

@@ -2,11 +2,6 @@
 
 import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from ..lab.run import Run, read_run
 from .console import print, progress_bar
@@ -23,33 +18,14 @@ def run(run: Run) -> None:
 
     is_first = os.environ.get("RANK", "0") == "0"  # only the first rank reports
     try:
-        with _notes_in_one_line():
-            if is_first:
-                _train(run)
-            else:
-                train(run)
+        if is_first:
+            _train(run)
+        else:
+            train(run)
     except Interrupted as stop:
         if is_first:
             print(f"prunus train: {stop}", file=sys.stderr)
         raise SystemExit(stop.exit_code) from None
-
-
-@contextmanager
-def _notes_in_one_line() -> Iterator[None]:
-    """Print warnings of prunus as a line without the place in its code that they come from."""
-    before = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
-        if "prunus" in Path(filename).parts:
-            print(f"prunus train: {message}", file=sys.stderr)
-        else:
-            before(message, category, filename, *rest, **more)
-
-    warnings.showwarning = show  # pyrefly: ignore[bad-assignment]
-    try:
-        yield
-    finally:
-        warnings.showwarning = before
 
 
 def _train(run: Run) -> None:

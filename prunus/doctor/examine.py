@@ -111,7 +111,6 @@ def _undo_parametrization(contents: Contents) -> list[Finding]:
 
 
 def _fewer_zeros(pruned: Mapping[str, Any], checks: Mapping[str, TensorCheck]) -> list[Finding]:
-    """Weights with fewer zeros than ``prunus prune`` wrote down beside them."""
     findings = []
     for name, num in pruned.items():
         if name in checks and isinstance(num, int) and (zeros := checks[name].layer.num_zeros) < num:

@@ -30,8 +30,6 @@ PATTERNS = ("global", "layer", "row")
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model should be; None where nothing is expected."""
-
     sparsity: float | None = None
     pattern: str | None = None  # global, layer, row or N:M
     include: tuple[str, ...] = ()
@@ -59,7 +57,6 @@ class Expected:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that say something."""
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}
 
 
@@ -81,10 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor as it was found; rows are outputs, columns inputs.
-
-    ``num_pruned``, ``num_live_zeros`` and ``num_came_back`` are counted where there is a mask.
-    """
+    """One tensor as it was found; rows are outputs, columns inputs; what is None is counted where there is a mask."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,12 +133,10 @@ class Diagnosis:
 
     @property
     def num_zeros(self) -> int:
-        """Zeros in the prunable weights."""
         return sum(layer.num_zeros for layer in self.layers if layer.is_prunable)
 
     @property
     def sparsity(self) -> float:
-        """Fraction of zeros in the prunable weights."""
         return self.num_zeros / self.num_prunable if self.num_prunable else 0.0
 
     @property
@@ -156,7 +148,6 @@ class Diagnosis:
         return f"not healthy: {faults}; {counted}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, all of them finite."""
         own = {"healthy": self.is_healthy, "verdict": self.verdict, "sparsity": self.sparsity}
         counts = {"num_prunable": self.num_prunable, "num_zeros": self.num_zeros}
         layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers]
@@ -164,7 +155,6 @@ class Diagnosis:
 
 
 def _counted(noun: str, findings: Sequence[Finding]) -> list[str]:
-    """``2 findings (rows, untied)``, or nothing."""
     if not findings:
         return []
     kinds = ", ".join(dict.fromkeys(finding.kind for finding in findings))

@@ -128,10 +128,8 @@ def check_ties(contents: Contents, chosen: Mapping[str, Role], checks: Mapping[s
 
 def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
     """Optimizer state that is alive where its mask says pruned, and masks there that are not the pruner's."""
-    packed_masks = {
-        name: mask for name, mask in contents.masks.items() if (mask.dtype, len(mask.shape)) == ("uint8", 1)
-    }
-    own = {bytes(mask.load().numpy()): name for name, mask in packed_masks.items()}
+    packed_masks = [one for one in contents.masks.items() if (one[1].dtype, len(one[1].shape)) == ("uint8", 1)]
+    own = {bytes(mask.load().numpy()): name for name, mask in packed_masks}
     for number, row in enumerate(contents.moments):
         packed = row["mask"].flatten().to(dtype=torch.uint8)
         name = own.get(bytes(packed.numpy())) if own else None
@@ -142,9 +140,7 @@ def check_optimizer_state(contents: Contents) -> Iterator[Finding]:
             if value.ndim > 1 and bits.num_bytes(value.numel()) == len(packed):
                 alive = int((is_nonzero(value) & ~bits.unpack(packed, value.shape)).sum())
                 if alive:
-                    yield Finding(
-                        "moments", where, f"{alive:,} values of {key} are not zero where the weight is pruned"
-                    )
+                    yield Finding("moments", where, f"{alive:,} values of {key} are not zero where it is pruned")
 
 
 def check_digests(contents: Contents, own: str | None) -> Iterator[Finding]:

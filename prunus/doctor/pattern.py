@@ -18,10 +18,7 @@ MIN_GROUPS, MIN_ROWS = 16, 4  # fewer agree by chance
 
 @dataclass(frozen=True)
 class Counts:
-    """Of the elements that stay: counts by row and column, the most in any group of M, whole tiles.
-
-    ``most[m]`` is missing where ``m`` does not divide the rows.
-    """
+    """Of what stays: counts by row and column, the most in any group of M where M divides a row, whole tiles."""
 
     shape: tuple[int, int]
     rows: Tensor  # (rows,) how many stay
@@ -43,7 +40,6 @@ class Counts:
 
 
 def count_kept(keep: Tensor) -> Counts:
-    """Counts of a boolean (rows, columns)."""
     num_rows, num_columns = keep.shape
     rows = torch.zeros(num_rows, dtype=torch.int64)
     columns = torch.zeros(num_columns, dtype=torch.int64)
@@ -91,7 +87,6 @@ def num_crowded(keep: Tensor, n: int, m: int) -> int:
 
 
 def num_not_finite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite."""
     flat, number = tensor.reshape(-1), 0
     for start in range(0, len(flat), CHUNK):
         chunk = widened(flat[start : start + CHUNK])

@@ -95,9 +95,7 @@ def read_masks(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} holds no masks; expected booleans or packed bits by the names of the weights")
     for stored in masks.values():
         if stored.is_float and not ((values := widened(stored.load())).eq(0) | values.eq(1)).all():
-            raise ValueError(
-                f"{stored.name} in {path} is not a mask: expected booleans, packed bits, or zeros and ones"
-            )
+            raise ValueError(f"{stored.name} in {path} is no mask: expected booleans, packed bits, or zeros and ones")
     return masks
 
 
@@ -124,7 +122,6 @@ def _read_folder(folder: Path, stack: ExitStack) -> Contents:
 
 
 def _read_safetensors(path: Path, file: Path, stack: ExitStack) -> Contents:
-    """The tensors of a file or an index, the configuration of its folder, and notes."""
     tensors = stack.enter_context(open_tensors(file))
     is_folder = path.is_dir() or (path.name.endswith(INDEX) and not tensors.is_small)
     kind = ("small " if tensors.is_small else "") + ("folder" if is_folder else "file")
@@ -170,7 +167,6 @@ def _stored_tensors(tensors: Tensors) -> dict[str, StoredTensor]:
 
 
 def _json_beside(path: Path, name: str) -> dict[str, Any]:
-    """A JSON file in the same folder, empty if there is none."""
     beside = path.with_name(name)
     return read_json(beside) if beside.is_file() else {}
 
@@ -192,7 +188,6 @@ def _read_checkpoint(path: Path) -> Contents:
 
 
 def _load_mapping(path: Path) -> Mapping[Any, Any]:
-    """The mapping that a file of ``torch.save`` holds; ValueError if it is anything else."""
     try:
         state = read_torch_file(path, mmap=True)
     except ValueError as error:
@@ -264,7 +259,6 @@ def _strings(value: Any, place: str) -> dict[str, str]:
 
 
 def _read_distributed(path: Path) -> Contents:
-    """Weights, masks, digests and the model's name from the files of all ranks; no other value is read."""
     contents = Contents(path, "distributed checkpoint")
     try:
         entries = read_entries(path)

@@ -84,7 +84,6 @@ def roles(
 
 
 def _kinds_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """What each tensor is by its own name and shape and those of its neighbours."""
     kinds = {name: _kind(name, stored) for name, stored in tensors.items()}
     tokens = {tensors[name].shape for name, kind in kinds.items() if kind == "embedding" and embeds_tokens(name)}
     mixtures = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
@@ -140,7 +139,6 @@ class TensorCheck:
 def check_tensor(
     stored: StoredTensor, role: Role, mask: StoredTensor | None, groups: tuple[int, int] | None
 ) -> TensorCheck:
-    """Everything about one tensor, which is in memory only here; ``groups`` are n and m that were asked for."""
     num, findings = math.prod(stored.shape), []
     layer = TensorReport(stored.name, stored.shape, stored.dtype, role.kind, num, 0, "-" if num else "no elements")
     if mask and num and (not stored.is_float or len(stored.shape) < 2):
@@ -190,7 +188,6 @@ def stored_mask(stored: StoredTensor, shape: tuple[int, ...]) -> Tensor | None:
 def _check_matrix(
     alive: Tensor, kept: Tensor, layer: TensorReport, role: Role, groups: tuple[int, int] | None
 ) -> TensorCheck:
-    """The lines, groups and pattern of the zeros of a weight of two or more dimensions, and of what its mask keeps."""
     counts, rows = count_kept(as_rows(alive, role.outputs)), as_rows(kept, role.outputs)
     kept_counts = counts if kept is alive else count_kept(rows)
     channels = counts.columns  # an input of a convolution is a channel, not one tap of its kernel
@@ -229,7 +226,6 @@ def _dead(layer: TensorReport, counts: Counts) -> Iterator[Finding]:
 
 
 def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
-    """A tensor that should be dense and is not."""
     if layer.role in ("weight", "left dense", "router", "other", "buffer"):
         return
     is_vector = len(layer.shape) < 2
@@ -244,7 +240,6 @@ def _odd(layer: TensorReport, zeros: int) -> Iterator[Finding]:
 
 
 def _hash(tensor: Tensor) -> str:
-    """Hash of the values' bits, dtype and shape."""
     made = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     made.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()

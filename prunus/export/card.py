@@ -78,7 +78,6 @@ def facts_of_files(part: Path, shapes: Mapping[str, tuple[int, ...]], rows: Sequ
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
-    """Write README.md and the picture into a folder that is complete otherwise."""
     card = folder / CARD
     origin = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     if card.is_file() and MARK not in origin:
@@ -119,7 +118,6 @@ def hub_name(source: str) -> str | None:
 
 
 def _top_level(text: str) -> dict[str, str]:
-    """Entries of a README's front matter as they are written, by key."""
     match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", text[:MOST_FRONT_MATTER], re.DOTALL)
     blocks = re.findall(r"^([A-Za-z_]+):(.*(?:\n[ \t-].*)*)", match[1], re.MULTILINE) if match else []
     return {key: f"{key}:{value}".rstrip() for key, value in blocks}
@@ -151,7 +149,6 @@ def _summary(folder: Path, facts: CardFacts) -> str:
 
 
 def _bits(layers: Sequence[Mapping[str, Any]]) -> str:
-    """In how many bits kept weights are stored, if any are stored as codes."""
     coded = [layer["bits"] for layer in layers if layer.get("bits")]
     if not coded:
         return ""
@@ -232,7 +229,6 @@ def _how_to_load(folder: Path, facts: CardFacts) -> str:
 
 
 def _kinds(layers: Sequence[Mapping[str, Any]]) -> str:
-    """One row for all weights whose names differ in numbers only."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for layer in layers:
         kinds.setdefault(re.sub(r"\d+", "*", layer["name"]), []).append(layer)

@@ -24,10 +24,7 @@ ROPE = ("rope_scaling", "rope_parameters")
 
 
 def check_counts(values: Mapping[str, Any], tensors: Tensors | None) -> None:
-    """Refuse more layers or classes than a model of ``tensors`` can have, and positions that no number scales.
-
-    transformers makes lists as long as a configuration says, and layers one by one, before it compares shapes.
-    """
+    """Refuse more layers or classes than ``tensors`` allow: transformers makes them before it compares shapes."""
     shapes = [record.layout.shape for record in tensors.records.values()] if tensors else []
     longest = max((max(shape, default=0) for shape in shapes), default=0)
     _check_values(values, max(MOST_LAYERS, len(shapes)), max(MOST_LABELS, longest))

@@ -45,7 +45,6 @@ class Exported:
 
 
 def convert(path: Path, job: ExportJob) -> Exported:
-    """Write the tensors of a file or folder, small or plain, as ``job`` says."""
     with open_tensors(path) as tensors:
         before = sum(file.path.stat().st_size for file in tensors.files)
         source = from_files(tensors)
@@ -61,10 +60,7 @@ def convert(path: Path, job: ExportJob) -> Exported:
 def to_folder(
     source: TensorSource, job: ExportJob, before: int, origin: str, beside: Callable[[Path], None]
 ) -> Exported:
-    """A new folder with the tensors, what ``beside`` puts there, and a card; it appears when it is whole and checked.
-
-    ``origin`` is what the tensors were read from.
-    """
+    """A new folder with the tensors, what ``beside`` puts there, and a card; it appears when it is complete."""
     with new_folder(job.out) as part:
         beside(part)
         done = _written(source, job, before, part / (SMALL if job.small else PLAIN))

@@ -169,10 +169,7 @@ def _outline(kind: Any, config: Any, folder: Path, tensors: Tensors, dtype: torc
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes large empty tensors, which are parameters, on the meta device.
-
-    ``init_empty_weights`` takes memory for each before it moves it there: in sum, addresses for the whole model.
-    """
+    """Makes large empty tensors on meta: ``init_empty_weights`` takes memory, in sum addresses for the whole model."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

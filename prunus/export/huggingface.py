@@ -82,7 +82,6 @@ def small_source(model: nn.Module) -> TensorSource:
 
 
 def save_config(model: nn.Module, part: Path) -> None:
-    """Write the configurations of a model that has some into a folder."""
     for name in ("config", "generation_config"):
         if hasattr(getattr(model, name, None), "save_pretrained"):
             getattr(model, name).save_pretrained(part)
@@ -125,7 +124,6 @@ def load_model(folder: AnyPath, device: torch.device | str = "cpu") -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError unless it is a folder of a Hugging Face model."""
     if not (folder / "config.json").is_file():
         is_small = any(folder.glob("sparse*.safetensors"))
         advice = f"; make the model yourself, then {LOAD_STATE.format(folder=folder)}" if is_small else ""
@@ -133,7 +131,6 @@ def check_folder(folder: Path) -> None:
 
 
 def read_generation_config_(model: Any, folder: Path) -> None:
-    """Give a model what its folder says about how text is written, if it says so."""
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
 
@@ -157,7 +154,6 @@ def check_loads(source: Path, folder: Path) -> str:
 
 
 def load_any_model(folder: Path, dtype: str = "auto", gguf_file: str | None = None) -> Any:
-    """The model of a small folder or a plain one, on the CPU."""
     if not gguf_file:
         with open_tensors(folder) as tensors:
             is_small = tensors.is_small
@@ -312,7 +308,6 @@ def stored_names_of(model: nn.Module) -> dict[str, str]:
 
 
 def class_of(config: Any, folder: Path) -> Any:
-    """The class of transformers that a configuration names first."""
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
@@ -326,7 +321,6 @@ def class_of(config: Any, folder: Path) -> Any:
 
 
 def check_shapes(model: nn.Module, tensors: Tensors) -> None:
-    """ValueError for a tensor that the model does not have, or has in another shape."""
     own, records = model.state_dict(), tensors.records
     names, strange = model_names(model, tensors)
     if strange:

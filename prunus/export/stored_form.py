@@ -47,10 +47,7 @@ class Maker:
 
 
 def makers(model: Any, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Maker], list[str]]:
-    """What makes each tensor of a model on the meta device, and stored names that it has no use for.
-
-    The model then knows how ``save_pretrained`` stores it, as after ``from_pretrained``.
-    """
+    """What makes each tensor of a model on meta, which then knows how it is stored, and stored names of no use."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -77,9 +74,7 @@ def makers(model: Any, stored: Mapping[str, TensorSpec]) -> tuple[dict[str, Make
             if name not in known:
                 raise Unfit(f"{maker.stored[0][1]} becomes {name}, which the model does not have")
             if (expected := known[name].shape) != value.shape:
-                raise ValueError(
-                    f"the shape of {name} is {list(value.shape)} in the files, {list(expected)} in the model"
-                )
+                raise ValueError(f"the shape of {name} is {list(value.shape)} in files, {list(expected)} in the model")
             by_name[name] = maker
     return by_name, strange
 

@@ -23,7 +23,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def try_lock(path: Path) -> Iterator[bool | None]:
+def try_lock(path: Path, *, wait: bool = False) -> Iterator[bool | None]:
     """Whether this process has locked a file or folder; None where the system or the file system has no locks."""
     try:
         import fcntl
@@ -33,7 +33,7 @@ def try_lock(path: Path) -> Iterator[bool | None]:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             is_locked = True
         except BlockingIOError:
             is_locked = False

@@ -99,7 +99,6 @@ def merge(
 
 
 def _mask(name: str, weight: Tensor, old: Tensor, keep: Tensor) -> MergedWeight:
-    """Zero what is pruned in a merged weight, and count its zeros."""
     keep = keep.to(weight.device, torch.bool)
     plain, update = _num_zeros(weight), weight.float() - old.float()
     if not bool(update.isfinite().all()):
@@ -115,7 +114,6 @@ def _num_zeros(weight: Tensor) -> int:
 
 
 def _base_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of the base model, without those of adapters."""
     tuners = [module for module in base.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     adapters = {name for module in tuners for name in module.adapter_layer_names}
     for path, parameter in base.named_parameters(remove_duplicate=False):
@@ -136,9 +134,7 @@ def _check(model: PeftModel, adapted: Mapping[str, nn.Parameter], adapters: list
         raise ValueError("an adapter is merged already, and its zeros are gone; call model.unmerge_adapter() first")
     for name, weight in adapted.items():
         if not weight.is_floating_point():
-            raise ValueError(
-                f"{name} is quantized ({weight.dtype}); load the base model in a floating-point type to merge"
-            )
+            raise ValueError(f"{name} is quantized ({weight.dtype}); load the base model in a floating-point type")
     for name, weight in model.named_parameters():
         if weight.requires_grad and not bool(weight.isfinite().all()):
             raise ValueError(f"{name} has values that are not finite; nothing was merged")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..files.one_line import in_one_line
 from ..files.torch_file import FORMAT, read_torch_file, write_torch_file
 from ..ops.machine import said_by_linux
 from ..ranks import is_dtensor
@@ -106,7 +107,6 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a run folder."""
     _remove(checkpoints_in(folder))
 
 
@@ -162,11 +162,9 @@ def _load_sharded(path: Path, like: Mapping[str, Tensor] | None = None, rank: in
     """The state in a folder of ranks: that of one process, or for ``like`` that of this rank."""
     from .sharded_checkpoint import by_number, load_sharded
 
-    try:
+    unfit = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+    with in_one_line(f"{path} is damaged, or not a checkpoint of prunus", *unfit):
         return by_number(load_sharded(path, like or {}, rank), whole=like is None)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {str(error)[:80]}"
-        raise ValueError(f"{path} is damaged, or not a checkpoint of prunus: {reason}") from error
 
 
 def _shard_like(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

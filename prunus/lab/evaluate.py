@@ -17,7 +17,6 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def counted(batches: Iterable[Batch], total: int, report: Callable[[int, int, str], None]) -> Iterator[Batch]:
-    """The batches; ``report`` is told how many of them were read."""
     for number, batch in enumerate(batches):
         report(number, total, "held-out data")
         yield batch
@@ -46,7 +45,6 @@ def measured(
 
 
 def summed(rows: Iterable[tuple[float, int, int]]) -> Quality:
-    """Quality over all batches, added up in their order."""
     loss, right, total = 0.0, 0, 0
     for row in rows:
         loss, right, total = loss + row[0], right + row[1], total + row[2]

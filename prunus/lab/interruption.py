@@ -75,7 +75,6 @@ class SignalWatch:
 
 
 def _continuing(run: Run) -> str:
-    """The command that continues a run on as many ranks."""
     command = f"prunus train --resume --out {shlex.quote(str(run.out))}"
     if run.parallel == "none":
         return command

@@ -9,8 +9,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -222,50 +220,31 @@ def resnet(config: ResNetConfig, shape: ImageShape) -> nn.Sequential:
     return model
 
 
-@dataclass(frozen=True)
-class Model:
-    """What a model reads, and the function from the shape of that data to the untrained module.
-
-    A GPT takes ``width`` and ``layers`` too, in place of its own.
-    """
-
-    kind: Literal["tokens", "images"]
-    builder: Callable[..., nn.Module]
-
-
-def gpt(num_layers: int, num_heads: int, width: int) -> Model:
-    head = width // num_heads
-
-    def builder(shape: TokenShape, own_width: int = 0, layers: int = 0) -> GPT:
-        if own_width % head:
-            raise ValueError(f"width must be a multiple of the head width {head}, got {own_width}")
-        heads = own_width // head or num_heads
-        return GPT(layers or num_layers, heads, own_width or width, shape)
-
-    return Model("tokens", builder)
-
-
-MODELS = {
-    "gpt2-tiny": gpt(num_layers=4, num_heads=4, width=128),
-    "gpt2-mini": gpt(num_layers=6, num_heads=6, width=384),
-    "gpt2-small8": gpt(num_layers=8, num_heads=8, width=512),
-    "gpt2": gpt(num_layers=12, num_heads=12, width=768),
-    "gpt2-medium": gpt(num_layers=24, num_heads=16, width=1024),
-    "gpt2-large": gpt(num_layers=36, num_heads=20, width=1280),
-    "gpt2-xl": gpt(num_layers=48, num_heads=25, width=1600),
-    "lenet5": Model("images", lambda shape: LeNet5(shape.channels, shape.num_classes)),
-    **{name: Model("images", partial(resnet, config)) for name, config in RESNETS.items()},
+GPTS = {  # layers, heads and width
+    "gpt2-tiny": (4, 4, 128),
+    "gpt2-mini": (6, 6, 384),
+    "gpt2-small8": (8, 8, 512),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
 }
+MODELS = dict.fromkeys(GPTS, "tokens") | dict.fromkeys(("lenet5", *RESNETS), "images")  # what each reads
 
 
 def build(name: str, shape: TokenShape | ImageShape, width: int = 0, layers: int = 0) -> nn.Module:
-    """The untrained model ``name`` for data of ``shape``, drawn from torch's global generator; 0 is its own size."""
+    """The untrained model, drawn from torch's global generator; a GPT takes ``width`` and ``layers`` over its own."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-    model = MODELS[name]
-    if model.kind != shape.kind:
-        fitting = ", ".join(other for other, row in MODELS.items() if row.kind == shape.kind)
-        raise ValueError(f"{name} reads {model.kind}, but the data holds {shape.kind}; take one of {fitting}")
-    if model.kind == "images" and (width or layers):
+    if MODELS[name] != shape.kind:
+        fitting = ", ".join(other for other, kind in MODELS.items() if kind == shape.kind)
+        raise ValueError(f"{name} reads {MODELS[name]}, but the data holds {shape.kind}; take one of {fitting}")
+    if isinstance(shape, TokenShape):
+        num_layers, num_heads, own_width = GPTS[name]
+        head = own_width // num_heads
+        if width % head:
+            raise ValueError(f"width must be a multiple of the head width {head}, got {width}")
+        return GPT(layers or num_layers, width // head or num_heads, width or own_width, shape)
+    if width or layers:
         raise ValueError(f"only GPTs take a width or a number of layers, not {name}")
-    return model.builder(shape, width, layers) if model.kind == "tokens" else model.builder(shape)
+    return LeNet5(shape.channels, shape.num_classes) if name == "lenet5" else resnet(RESNETS[name], shape)

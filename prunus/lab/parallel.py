@@ -35,7 +35,6 @@ class Team:
         return self.rank == 0
 
     def place(self, device: torch.device) -> torch.device:
-        """The device of this rank: of several GPUs that of its local rank."""
         if self.kind == "none" or device.type != "cuda":
             return device
         if device.index is not None and self.size > 1:
@@ -96,10 +95,6 @@ class Team:
         if device.type != "cuda":
             return []
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if self.kind == "none" else [device]
-
-    def mean(self, value: Tensor) -> Tensor:
-        """Mean of a scalar over ranks."""
-        return value if self.kind == "none" else self.rows(value.reshape(1)).mean()
 
     def rows(self, own: Tensor) -> Tensor:
         """The ranks' tensors one after the other, (size * n, ...) of n each."""
@@ -168,10 +163,7 @@ def team_of(run: Run) -> Iterator[Team]:
 
 
 def join(on_gpu: bool, patience: timedelta | None = None) -> None:
-    """Meet the other ranks in a store of this attempt's own; none waits longer for others than ``patience``.
-
-    torchrun keeps one store over its restarts (seen in 2.13), in which a rank would find old addresses.
-    """
+    """Meet the other ranks in a store of this attempt: torchrun's own keeps old addresses over its restarts."""
     store, rank, size = next(rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

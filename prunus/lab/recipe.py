@@ -23,7 +23,6 @@ Data = TokenData | ImageData
 
 
 def data_of(run: Run) -> Data:
-    """The data that a run reads."""
     return load(
         run.data,
         context=run.context,
@@ -60,10 +59,9 @@ def make_optimizer(run: Run, model: nn.Module) -> Optimizer:
     if run.optimizer == "adamwprune":
         spam = Spam() if run.spam else None
         return AdamWPrune(groups, lr=run.lr, betas=betas, max_norm=run.clip or None, spam=spam)
-    if run.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=run.lr, betas=betas, fused=True)
-    if run.optimizer == "adam":
-        return torch.optim.Adam(groups, lr=run.lr, betas=betas, fused=True)
+    if run.optimizer in ("adamw", "adam"):
+        kind = torch.optim.AdamW if run.optimizer == "adamw" else torch.optim.Adam
+        return kind(groups, lr=run.lr, betas=betas, fused=True)
     if run.optimizer == "nadam":
         return torch.optim.NAdam(groups, lr=run.lr, betas=betas, decoupled_weight_decay=True)
     fused = not any(map(is_dtensor, parameters))  # the fused one takes no DTensor
@@ -99,7 +97,6 @@ def num_asked(run: Run, weights: Sequence[Weight]) -> int:
 
 
 def device_named(name: str) -> str:
-    """The device that a run names; auto takes a GPU where there is one."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,22 +14,11 @@ from ..score import SCORES
 from ..select import SELECTORS
 
 if TYPE_CHECKING:
-    ScoreName = SelectorName = str
+    ScoreName = SelectorName = ModelName = str
 else:
     ScoreName, SelectorName = Literal[("none", *SCORES)], Literal[tuple(SELECTORS)]
-ModelName = Literal[
-    "gpt2-tiny",
-    "gpt2-mini",
-    "gpt2-small8",
-    "gpt2",
-    "gpt2-medium",
-    "gpt2-large",
-    "gpt2-xl",
-    "lenet5",
-    "resnet18",
-    "resnet20",
-    "resnet50",
-]
+    GPTS = "gpt2-tiny gpt2-mini gpt2-small8 gpt2 gpt2-medium gpt2-large gpt2-xl"
+    ModelName = Literal[tuple(f"{GPTS} lenet5 resnet18 resnet20 resnet50".split())]
 TRACKERS = ("wandb", "tensorboard", "trackio")
 Parallel = Literal["none", "ddp", "fsdp"]
 
@@ -37,11 +26,6 @@ Parallel = Literal["none", "ddp", "fsdp"]
 def is_launched() -> bool:
     """Whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_restarted() -> bool:
-    """Whether torchrun started this process in place of one that failed."""
-    return is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 FROM_ZERO = ("width", "layers", "eval_size", "save_every", "warmup", "lr", "min_lr", "weight_decay", "clip", "eps")
@@ -141,22 +125,16 @@ class Run:
             raise ValueError(f"budget_scale must be positive and finite, got {self.budget_scale}")
         self._check_decay()
         if self.spam and self.optimizer != "adamwprune":
-            raise ValueError(
-                f"spam is part of adamwprune, but the optimizer is {self.optimizer}; pass --optimizer adamwprune"
-            )
+            raise ValueError(f"spam is part of adamwprune, not of {self.optimizer}; pass --optimizer adamwprune")
         if self.exponent is not None and self.score != "fisher":
             raise ValueError(f"exponent is for the score fisher, but the score is {self.score}")
         score = SCORES.get(self.score)
         if self.optimizer == "sgd" and score and score.reads_moments:
             raise ValueError(f"{self.score} reads Adam's moments, which sgd does not keep; pass --score magnitude")
         if self.allocate == "2:4" and self.score != "none" and self.schedule not in ("one_shot", "constant"):
-            raise ValueError(
-                f"2:4 has one sparsity, but the schedule is {self.schedule}; pass --schedule one_shot or constant"
-            )
+            raise ValueError(f"2:4 has one sparsity, not a {self.schedule} ramp; pass --schedule one_shot or constant")
         if self.eps is not None and not (score and score.takes_eps):
-            raise ValueError(
-                f"eps is for the scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}"
-            )
+            raise ValueError(f"eps is for scores that read moments, bitter0 and bitter3 to bitter9, not {self.score}")
         if not 0 <= self.rate_power <= 2:
             raise ValueError(f"rate_power must lie in [0, 2], got {self.rate_power}")
         if self.replay and self.score != "none":
@@ -198,7 +176,6 @@ class Run:
             raise ValueError("sgd keeps no second moment; pass --regrow-by momentum or gradient")
 
     def check_launch(self) -> None:
-        """Raise ValueError where the number of ranks does not fit the run."""
         ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
         if self.parallel == "none" and ranks > 1:
             raise ValueError(
@@ -245,12 +222,10 @@ class Run:
 
     @property
     def event_period(self) -> int:
-        """Steps from one event of the ramp to the next."""
         return self.every or getattr(self.sparsity_schedule(), "period", 1)
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Which weights may be pruned, as arguments of ``eligible``."""
         return {"include": self.include, "exclude": self.exclude, "only": self.only}
 
     def to_json(self) -> dict[str, Any]:
@@ -320,7 +295,6 @@ def check_field(name: str, value: Any, where: str) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """The run that a folder holds."""
     path = folder / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no run.json")
@@ -328,7 +302,6 @@ def read_run(folder: Path) -> Run:
 
 
 def run_of(values: dict[str, Any], path: Path) -> Run:
-    """The run that the content of a run.json describes."""
     if not isinstance(values.get("run"), dict):
         raise ValueError(f"{path} does not describe a run: expected an object with the field 'run'")
     try:

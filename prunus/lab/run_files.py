@@ -52,7 +52,6 @@ class RunFiles:
         return values
 
     def run(self) -> Run:
-        """The run that was trained."""
         return read_run(self.path) if self.line is None else run_of(self.load("run.json"), self.path / "run.json")
 
     def metrics(self) -> Iterator[Any]:
@@ -76,7 +75,6 @@ def has_step(line: Any) -> bool:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; ValueError where one is damaged."""
     lines = list(RunFiles(folder).metrics())
     for number, line in enumerate(lines, 1):
         if not has_step(line):
@@ -85,7 +83,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def slim_runs(study: Path) -> list[RunFiles]:
-    """The runs in a study's ``runs.jsonl``; none if it has no such file."""
     path, runs = study / SLIM, []
     for number, text in enumerate(path.read_text().splitlines() if path.is_file() else (), 1):
         try:

@@ -32,7 +32,6 @@ class Named:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number that a report can calculate with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 

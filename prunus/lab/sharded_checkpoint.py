@@ -139,10 +139,7 @@ def by_name(state: State, model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def by_number(state: State, whole: bool = False) -> State:
-    """A state ``by_name`` as the optimizer numbers its weights.
-
-    A ``whole`` one is that of one process: masks are packed bits, and the optimizer's rows have them too.
-    """
+    """A state ``by_name`` as the optimizer numbers its weights; a ``whole`` one has packed masks, in its rows too."""
     groups = [state["optimizer"]["groups"][key] for key in sorted(state["optimizer"]["groups"], key=int)]
     number = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     masks: dict[str, Tensor] = {}

@@ -32,8 +32,10 @@ Result = TypeVar("Result")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware and commit: what is needed to understand a number."""
-    packages = ("prunus", "torch", "numpy", "triton")
+    versions = {}
+    for name in ("prunus", "torch", "numpy", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -41,14 +43,13 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "onednn": torch.backends.mkldnn.enabled,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "versions": {name: version for name in packages if (version := _version(name))},
+        "versions": versions,
         "commit": commit(),
         "command": sys.argv[1:],
     }
 
 
 def machine() -> str:
-    """The GPU's name, or the CPU's model and number of cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     model = platform.processor() or platform.machine()
@@ -76,13 +77,6 @@ def commit() -> str | None:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None
 
 
@@ -158,18 +152,13 @@ def utilisation_reader(device: torch.device) -> Callable[[], float] | None:
 
 @dataclass(frozen=True)
 class Sink:
-    """One tracker of one run."""
-
     log: Callable[[Mapping[str, float], int], object]  # numbers by name, and their step
     close: Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """Writes a run folder; ``metrics.jsonl`` has one line a log, each with its step, which trackers get too.
-
-    Without a folder it writes nothing: it is that of a rank which is not the first.
-    """
+    """Writes a run folder, and lines of ``metrics.jsonl`` to trackers; without a folder, on other ranks, nothing."""
 
     folder: Path | None = None
     sinks: tuple[Sink, ...] = ()
@@ -211,7 +200,6 @@ class Tracker:
 
 
 def check_installed(names: tuple[str, ...]) -> None:
-    """Refuse a tracker whose package is missing, before anything is made."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--track {name} needs the package {name}: pip install 'prunus[{name}]'")
@@ -263,7 +251,6 @@ def tensorboard_sink(run: Run, step: int) -> Sink:
 
 
 def trackio_sink(run: Run, step: int) -> Sink:
-    """Hugging Face's local-first tracker, in the project prunus: ``trackio show``."""
     trackio: Any = import_module("trackio")
     project = os.environ.get("TRACKIO_PROJECT", "prunus")
     name = "-".join(run.out.resolve().parts[-2:])

@@ -63,7 +63,6 @@ def described(folder: Path) -> tuple[Run, int, dict[str, Any]]:
 
 
 def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """The model that ``export_checkpoint`` wrote, in evaluation mode."""
     run, _, shape = described(folder)
     with open_tensors(folder) as tensors:
         shapes = {name: record.layout.shape for name, record in tensors.records.items()}
@@ -71,15 +70,14 @@ def load_exported(folder: Path, device: torch.device | str = "cpu") -> nn.Module
         with in_one_line(f"{folder / 'run.json'} does not describe the model beside it", *unfit):
             if shape != _shape(run.model, shapes):  # before memory is taken for what it says
                 raise ValueError("its data shape does not match its tensors")
-            kind = TokenShape if MODELS[run.model].kind == "tokens" else ImageShape
+            kind = TokenShape if MODELS[run.model] == "tokens" else ImageShape
             model = build(run.model, kind(**shape), run.width, run.layers).to(device)
             model.load_state_dict(loaded(tensors, device))
     return model.eval()
 
 
 def _shape(model: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the model must know of its data, from the shapes of its weights."""
-    if MODELS[model].kind == "tokens":
+    if MODELS[model] == "tokens":
         return {"vocab_size": shapes["embedding.weight"][0], "context": shapes["positions.weight"][0]}
     matrices = [shape for shape in shapes.values() if len(shape) > 1]
     size = 224 if matrices[0][-1] == 7 else 32  # only the stem depends on it: 7 x 7 for large images

@@ -1,5 +1,6 @@
 """One training, one loop: ``train(run) -> RunResult``."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -28,7 +29,7 @@ from .interruption import Interrupted, SignalWatch
 from .models import build
 from .parallel import Team, team_of
 from .recipe import Data, Replay, data_of, device_named, lr_at, make_optimizer, make_pruner, num_asked
-from .run import Run, is_restarted, read_run
+from .run import Run, is_launched, read_run
 from .tracking import Tracker, check_installed, peak_memory, reset_peak_memory
 
 Progress = Callable[[int, dict[str, Any]], None]  # called after each step with what is known then
@@ -45,8 +46,6 @@ class DenseStart:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ended with; sparsity is counted from the zeros."""
-
     steps: int
     examples: int
     tokens: int
@@ -137,7 +136,6 @@ class Training:
 
     @property
     def held_out(self) -> str:
-        """How much of the held-out data ``evaluate`` reads."""
         total, unit = self.data.num_held_out, "windows" if isinstance(self.data, TokenData) else "images"
         return held_out_words(self.run.eval_size or total, total, unit, "the first")
 
@@ -171,7 +169,6 @@ class Training:
         }
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over the tensors of a model; ValueError where they do not fit this one."""
         with in_one_line(f"the weights do not fit {self.run.model} on {self.run.data}", RuntimeError, TypeError):
             self.model.load_state_dict(tensors)
 
@@ -242,7 +239,8 @@ def _begun(run: Run) -> Run:
     """The run, resumed if torchrun restarts it; a folder that holds something else is refused."""
     if run.resume or not run.out.exists() or all(map(is_part, run.out.iterdir())):
         return run
-    if is_restarted() and read_run(run.out).to_json() == run.to_json():
+    is_restarted = is_launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_restarted and read_run(run.out).to_json() == run.to_json():
         return replace(run, resume=True)
     raise ValueError(f"{run.out} is not empty; pass --resume to continue the run in it, or choose another --out")
 
@@ -262,7 +260,7 @@ def _loop(training: Training, tracker: Tracker, progress: Progress, *, saves_las
                 tracker.log(step=step, event={name: value for name, value in asdict(event).items() if value != ()})
             training.events.clear()
             if step % run.log_every == 0 or last:
-                mean = training.team.mean(loss).item()
+                mean = training.team.rows(loss.reshape(1)).mean().item()
                 values = {"loss": mean, "lr": lr, "examples": step * run.batch * run.accumulate}
             training.seconds += time.perf_counter() - started
             if step % run.eval_every == 0 or last:

@@ -92,10 +92,7 @@ class Corpus:
 
 
 def spread_stretches(size: int, wanted: int) -> list[Stretch]:
-    """Stretches of ``wanted`` bytes in all, spread evenly from the first byte to the last; one if that is everything.
-
-    The beginning alone would be one topic of a corpus that is sorted by topics.
-    """
+    """Stretches of ``wanted`` bytes in all, spread evenly: the beginning of a sorted corpus would be one topic."""
     if wanted >= size:
         return [Stretch(0, size, size)]
     num = max(1, min(max(STRETCHES, wanted // PIECE), wanted // LEAST))
@@ -184,7 +181,6 @@ def _document(line: bytes, place: str) -> bytes:
 
 
 def _documents(file: BufferedIOBase, part: Stretch) -> Iterator[Piece]:
-    """The documents of .jsonl that begin in a part of it."""
     _go_to_line(file, part.begin, LONGEST_LINE)
     left = part.num
     while left > 0 and file.tell() < part.until and (line := file.readline(LONGEST_LINE + 1)):
@@ -201,10 +197,7 @@ def _lines(file: BufferedIOBase, part: Stretch) -> Iterator[Piece]:
 
 
 def _go_to_line(file: BufferedIOBase, begin: int, most: int) -> None:
-    """Go on to the first line that begins at ``begin`` or later, but only ``most`` bytes beyond it.
-
-    A line that was read before may end behind ``begin``; the next one begins there.
-    """
+    """Go on to the first line that begins at ``begin`` or later, unless one that was read before ends there."""
     if file.tell() < begin:
         file.seek(begin - 1)
         file.readline(1 + most)

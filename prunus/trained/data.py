@@ -5,6 +5,7 @@ import inspect
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ class TokenFile:
     notes: Sequence[str] = ()  # what of a text was not read
 
     def split(self) -> "tuple[TokenFile, TokenFile]":
-        """All but the last tenth, and that."""
         edge = len(self.ids) - len(self.ids) // HELD_OUT
         return replace(self, ids=self.ids[:edge]), replace(self, ids=self.ids[edge:])
 
@@ -56,7 +56,6 @@ class TokenCache:
 def read_token_file(
     path: Path, folder: Path, token_type: str = "auto", gguf_file: str | None = None, *, is_text: bool = False
 ) -> TokenFile:
-    """Tokens of a token file, or of a text by the tokenizer in the model's folder."""
     if not is_text and suffix_of(path) in {".npy", *(name for names in TOKEN_TYPES.values() for name in names)}:
         return TokenFile(path, read_tokens(path, token_type))
     if is_text:
@@ -97,7 +96,6 @@ def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
 
 
 def start_tokens(choice: str, files: Sequence[TokenFile], model: Any) -> list[int]:
-    """Tokens that open every window."""
     if choice == "no":
         return []
     added = next((list(file.start) for file in files if file.start), [])
@@ -112,9 +110,7 @@ def start_tokens(choice: str, files: Sequence[TokenFile], model: Any) -> list[in
 def check_vocabulary(file: TokenFile, model: Any) -> None:
     """ValueError for a model that reads no tokens, or does not know one of the file."""
     if not reads_tokens(model):
-        raise ValueError(
-            f"{type(model).__name__} reads {model.main_input_name}, not tokens: give --batches, an .npz file of arrays"
-        )
+        raise ValueError(f"{type(model).__name__} reads {model.main_input_name}, not tokens: give --batches (.npz)")
     largest, known = int(file.ids.max(initial=0)), getattr(text_config(model), "vocab_size", 0)
     if not isinstance(known, int) or largest >= known:
         raise ValueError(f"{file.path} holds token {largest}, but the model's vocabulary has {known}")
@@ -126,12 +122,10 @@ def text_config(model: Any) -> Any:
 
 
 def longest_window(model: Any) -> int:
-    """Default number of tokens in a window."""
     return min(256, getattr(text_config(model), "max_position_embeddings", None) or 256)
 
 
 def is_causal(model: Any) -> bool:
-    """Whether the model predicts the next token of what it reads."""
     return reads_tokens(model) and model.can_generate() and not model.config.is_encoder_decoder
 
 
@@ -164,10 +158,7 @@ def drawn(
 
 
 def spread(total: int, limit: int) -> np.ndarray:
-    """Places of at most ``limit`` of ``total`` samples, all if it is 0: the middles of equal parts.
-
-    The first ones would be those of one chapter, or of one class.
-    """
+    """Places of at most ``limit`` samples (0: all): middles of equal parts, as the first may be of one chapter."""
     num = min(total, limit or total)
     return (2 * np.arange(num) + 1) * total // (2 * max(1, num))
 
@@ -193,7 +184,6 @@ def windows_at(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[
 
 
 def num_windows(ids: np.ndarray, length: int, start: Sequence[int]) -> int:
-    """How many windows there are side by side."""
     return len(ids) // _step(length, start)
 
 
@@ -258,3 +248,48 @@ def drawn_rows(rows: Rows, num: int, seed: int, *, at_most: bool) -> Rows:
         raise ValueError(f"{num} samples requested, but there are {available}; take fewer")
     chosen = torch.from_numpy(np.random.default_rng(seed).permutation(available)[:num])
     return {name: array[chosen] for name, array in rows.items()}
+
+
+@dataclass(frozen=True)
+class TrainingBatches(Sequence[Any]):
+    """Every sample once, ``size`` a batch, in the order of ``seed``; what is left over is left out."""
+
+    samples: TokenFile | Rows
+    model: Any
+    size: int
+    length: int = 0  # tokens of a window
+    start: Sequence[int] = ()  # tokens that open every window
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < self.size:
+            what = f"windows of {self.length} tokens" if isinstance(self.samples, TokenFile) else "samples"
+            raise ValueError(f"there are {self.num_samples} {what}, fewer than a batch of {self.size}; give more data")
+
+    @property
+    def num_samples(self) -> int:
+        if isinstance(self.samples, TokenFile):
+            return num_windows(self.samples.ids, self.length, self.start)
+        return num_rows(self.samples)
+
+    def __len__(self) -> int:
+        return self.num_samples // self.size
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        chosen = self.order[number * self.size : (number + 1) * self.size]
+        if isinstance(self.samples, TokenFile):
+            return rows_of_tokens(self.model, windows_at(self.samples.ids, chosen, self.length, self.start))
+        return {name: array[torch.from_numpy(chosen)] for name, array in self.samples.items()}
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        return np.random.default_rng(self.seed).permutation(self.num_samples)
+
+
+def in_batches(samples: Tensor | Rows, size: int) -> list[Any]:
+    if isinstance(samples, Tensor):
+        return list(samples.split(size))
+    firsts = range(0, num_rows(samples), size)
+    return [{name: array[first : first + size] for name, array in samples.items()} for first in firsts]

@@ -25,6 +25,7 @@ from .data import (
     Rows,
     TokenCache,
     TokenFile,
+    TrainingBatches,
     check_batches,
     check_vocabulary,
     drawn,
@@ -40,7 +41,6 @@ from .data import (
 )
 from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
 from .tokens import TOKEN_TYPES
-from .windows import TrainingBatches
 
 STARTS = ("auto", "yes", "no")
 
@@ -198,7 +198,9 @@ def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
         except Unfit as reason:
             note = f"{folder} is held in memory as a whole: {reason}"
     model = load_any_model(folder, source.dtype, source.gguf_file)
-    _forget_quantization(model)
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):  # weights are plain now, and saved as such
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
     model.to("cpu" if source.offload else source.device)
     save = partial(_save, model, folder, gguf_file=source.gguf_file, max_shard_bytes=source.max_shard_bytes)
     return TrainedModel(model, [], lambda model: math.nan, save, note=note)
@@ -214,9 +216,7 @@ def _windows(
     length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
     longest = getattr(text_config(model), "max_position_embeddings", None) or length
     if length > longest:
-        raise ValueError(
-            f"--length {length} is more than the {longest} tokens that the model reads; choose a smaller one"
-        )
+        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
     training = None
     if calibration is None:
         windows = written_by(model, source.samples, length, source.seed)
@@ -261,13 +261,6 @@ def written_by(model: Any, num: int, length: int, seed: int, size: int = 16) -> 
     return torch.cat(windows)
 
 
-def _forget_quantization(model: Any) -> None:
-    """Drop the marks of a quantised file: its weights are plain now, and are moved and saved as such."""
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-        vars(model).pop(name, None)
-    vars(model.config).pop("quantization_config", None)
-
-
 def _save(
     model: Any,
     folder: Path,
@@ -277,10 +270,7 @@ def _save(
     small: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Saved | None:
-    """A folder that ``from_pretrained`` reads, with the tokenizer's and other small files as they were.
-
-    A GGUF file holds its tokenizer, and what lies beside it may be of anything.
-    """
+    """A folder that ``from_pretrained`` reads, with the small files beside the model; GGUF holds its own tokenizer."""
     beside = folder if not gguf_file or (folder / "config.json").is_file() else None
     saved = save_small(model, out, beside, max_shard_bytes) if small else _save_pretrained(model, out, max_shard_bytes)
     if gguf_file and (tokenizer := tokenizer_of(folder, gguf_file)):

@@ -97,7 +97,6 @@ def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Mo
 
 @torch.no_grad()
 def token_quality(model: nn.Module, windows: Tensor) -> Quality:
-    """Quality at every token but the first of each window."""
     device = next(model.parameters()).device
 
     def sums_of(chunk: Chunk) -> tuple[list[float], int]:  # without the logits, which would be there in the next pass
@@ -115,7 +114,6 @@ def token_quality(model: nn.Module, windows: Tensor) -> Quality:
 
 
 def mean_loss(model: nn.Module, rows: Rows) -> float:
-    """The model's own loss, the mean over samples."""
     total = 0.0
     for part, output in _passes(model, rows):
         if output.loss is None:
@@ -125,13 +123,11 @@ def mean_loss(model: nn.Module, rows: Rows) -> float:
 
 
 def accuracy(model: nn.Module, rows: Rows) -> float:
-    """The share of samples whose largest logit is that of their label."""
     right = sum(int((output.logits.argmax(-1).cpu() == part["labels"]).sum()) for part, output in _passes(model, rows))
     return right / num_rows(rows)
 
 
 def dense_outputs(model: nn.Module, rows: Rows) -> list[Tensor]:
-    """What the model returns for held-out samples, in main memory."""
     outputs: list[Tensor] = []
     for part, output in _passes(model, rows):
         outputs.append(output_of(output).float().cpu())
@@ -168,7 +164,6 @@ def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) 
 
 
 def _size(model: Any, length: int) -> int:
-    """Samples of ``length`` tokens in a pass."""
     device, num_tokens = next(model.parameters()).device.type, getattr(model.config, "vocab_size", None) or 1
     return max(1, min(SIZE, MOST_LOGITS.get(device, 1 << 24) // (length * num_tokens)))
 

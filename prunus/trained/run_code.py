@@ -56,8 +56,6 @@ class Limits:
 
 
 class Program:
-    """A program that runs: parts that are executed one after the other in one module."""
-
     def __init__(self, parts: Sequence[str], limits: Limits = Limits()) -> None:
         self.most_seconds = limits.wall_seconds + GRACE
         self.folder = tempfile.TemporaryDirectory(prefix="prunus-program-", ignore_cleanup_errors=True)
@@ -123,7 +121,6 @@ def check_confinement() -> str:
 
 
 def _harness(parts: Sequence[str], folder: str, limits: Limits) -> tuple[str, list[str]]:
-    """Run a program in a fork, wait, and end it."""
     is_alone, cannot_write = _move_to_namespaces(folder, limits) if sys.platform == "linux" else (False, False)
     _die_with_parent()
     token, leave, deadline = os.urandom(16).hex().encode(), os._exit, time.monotonic() + limits.wall_seconds
@@ -132,7 +129,11 @@ def _harness(parts: Sequence[str], folder: str, limits: Limits) -> tuple[str, li
         try:
             os.setsid()
             os.chdir(folder)
-            _close_all_but(writing)
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(null, descriptor)
+            os.closerange(3, writing)
+            os.closerange(writing + 1, 256)
             _run(parts, limits, writing, token)
         finally:
             leave(1)
@@ -159,7 +160,6 @@ def _harness(parts: Sequence[str], folder: str, limits: Limits) -> tuple[str, li
 
 
 def _read(pipe: int, deadline: float) -> bytes:
-    """What a program says until it ends, closes the pipe, or says too much."""
     said = b""
     while len(said) < 1 << 14 and select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
         if not (more := os.read(pipe, 1 << 14)):
@@ -169,7 +169,6 @@ def _read(pipe: int, deadline: float) -> bytes:
 
 
 def _ended(child: int, is_late: bool) -> tuple[int, float]:
-    """End a program and its session; its status and the processor time that it used."""
     ended = status = 0
     for _ in range(0 if is_late else 50):  # one that ends by itself closes its pipe a moment before
         ended, status, used = os.wait4(child, os.WNOHANG)
@@ -199,14 +198,6 @@ def _run(parts: Sequence[str], limits: Limits, pipe: int, token: bytes) -> None:
     else:
         write(pipe, token)
     leave(0)
-
-
-def _close_all_but(pipe: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(null, descriptor)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, 256)
 
 
 def _take_limits(limits: Limits) -> str:

@@ -32,10 +32,7 @@ class Speed:
 
 @torch.no_grad()
 def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str, Callable[[], None]]) -> Speed:
-    """The speed of a model in each of its states, which take turns so that a slow moment meets all of them.
-
-    A state is called to bring the model into it. The last one stays.
-    """
+    """The speed of a model in each state, which its function enters; in turns, so that a slow moment meets all."""
     seconds: dict[str, list[float]] = {name: [] for name in states}
     mode, began = model.training, time.perf_counter()
     model.eval()
@@ -47,18 +44,13 @@ def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str,
             for name, enter in states.items():
                 enter()
                 run()  # kernels are chosen and memory is taken for these shapes
-                seconds[name].append(_seconds_of_one(run))
+                start, num = time.perf_counter(), 0
+                while not num or time.perf_counter() - start < SECONDS:
+                    num += run()
+                seconds[name].append((time.perf_counter() - start) / num)
     finally:
         model.train(mode)
     return Speed(unit, {name: 1 / median(each) for name, each in seconds.items()})
-
-
-def _seconds_of_one(run: Callable[[], int]) -> float:
-    """Seconds of one token or sample, over calls that take a while together."""
-    began, num = time.perf_counter(), 0
-    while not num or time.perf_counter() - began < SECONDS:
-        num += run()
-    return (time.perf_counter() - began) / num
 
 
 def _work(model: Any, batches: Iterable[Any]) -> tuple[str, Callable[[], int]]:

@@ -63,14 +63,12 @@ def token_arrays(corpus: Corpus, tokenizer: Any, wanted: int, report: Progress |
 
 
 def tokens_per_byte(corpus: Corpus, tokenizer: Any) -> float:
-    """How many tokens a byte makes, measured at places spread evenly."""
     pieces = list(corpus.pieces(spread_stretches(corpus.size, PROBE)))
     num_tokens = sum(len(row) + piece.is_new for piece, row in zip(pieces, _encoded(tokenizer, pieces), strict=True))
     return max(1, num_tokens) / max(1, sum(piece.num_bytes for piece in pieces))
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces to tokenise together, WHOLE bytes or the first beyond it."""
     batch, size = list[Piece](), 0
     for piece in pieces:
         batch.append(piece)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from prunus.cli import COMMANDS, _parse, main
-from prunus.cli.help import EXAMPLES, GROUPS, GUIDE
+from prunus.cli.help import GROUPS, PAGES
 from prunus.cli.study_work import Lines
 from prunus.files.lock import lock_folder
 from prunus.lab.models import MODELS, build
@@ -81,15 +81,15 @@ def test_the_overview_fits_a_screen_and_has_the_sentences_in_one_column(capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_example_of_a_command_is_one_that_can_be_parsed(name):
-    assert set(EXAMPLES) == set(COMMANDS) and len(EXAMPLES[name]) <= 70
-    command, *args = shlex.split(EXAMPLES[name])[1:]
+    assert set(PAGES) == set(COMMANDS) and len(PAGES[name][0]) <= 70
+    command, *args = shlex.split(PAGES[name][0])[1:]
     assert command == name
     _parse(import_module(f"prunus.cli.{name}").Command, name, args)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_page_of_the_guide_that_help_names_shows_the_command(name):
-    page = Path(__file__).parents[2] / "docs" / f"{GUIDE[name]}.md"
+    page = Path(__file__).parents[2] / "docs" / f"{PAGES[name][1]}.md"
     assert name == "demo" or f"prunus {name}" in page.read_text()
 
 

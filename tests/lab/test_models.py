@@ -13,8 +13,8 @@ from prunus.lab.models import GPT, MODELS, build, in_field
 GPT2 = TokenShape(vocab_size=50257, context=1024)
 TOY = TokenShape(vocab_size=11, context=9)
 CIFAR = ImageShape(channels=3, size=32, num_classes=10)
-TOKENS = [name for name, model in MODELS.items() if model.kind == "tokens"]
-IMAGES = [name for name, model in MODELS.items() if model.kind == "images"]
+TOKENS = [name for name, kind in MODELS.items() if kind == "tokens"]
+IMAGES = [name for name, kind in MODELS.items() if kind == "images"]
 CHECKPOINT = Path(os.environ.get("PRUNUS_DATA", "")) / "models" / "resnet20_cifar10.th"
 
 

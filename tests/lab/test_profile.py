@@ -22,10 +22,10 @@ from prunus.lab.profile.measure import (
     steady_bytes,
     time_events,
     to_the_middle,
-    without_pruning,
 )
 from prunus.lab.profile.parts import NUM_EVENTS, PARTS, due_events, instrument, plain_step
 from prunus.lab.run import Run
+from prunus.lab.study.study_plan import dense_of
 from prunus.lab.study.tables import page
 from prunus.lab.trainer import Training
 
@@ -66,7 +66,7 @@ def test_parts_are_those_of_the_run_and_add_up(name, text):
     assert set(memory.parts) - {"event"} == set(profile.parts)
     assert sum(memory.peak.values()) == max(size for part, size in memory.parts.items() if part != "event")
     assert Run.from_json(json.loads(json.dumps(profile.to_json()))["run"]) == run
-    assert without_pruning(run).score == "none" and summary(profile) and rows_of({"a": profile})
+    assert dense_of(run).score == "none" and summary(profile) and rows_of({"a": profile})
 
 
 def test_categories_are_the_bytes_of_the_tensors(text):

@@ -194,7 +194,7 @@ def test_arms_that_are_added_at_the_same_time_are_all_there(done, base, tmp_path
 
 
 def test_a_worker_that_dies_is_told_by_the_exit_code(base, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", b"/bin/false")
     assert study(base, tmp_path / "study", *ASKED, "--devices", "cpu,cpu") == 1
     assert "the worker on cpu ended with code 1; run the same command again to continue" in capfd.readouterr().err
 

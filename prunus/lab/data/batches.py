@@ -157,7 +157,6 @@ class ImageStream:
     augment: bool
 
     def __len__(self) -> int:
-        """Images in an epoch."""
         return len(self.images.labels)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
@@ -180,7 +179,6 @@ class ImageData:
         return len(self.held_out.labels)
 
     def validation(self, size: int, limit: int | None = None) -> Iterator[Batch]:
-        """The held-out images in order, ``size`` at a time and at most ``limit`` in all; the last may be fewer."""
         pixels, labels = self.held_out.pixels[:limit], self.held_out.labels[:limit]
         for first in range(0, len(labels), size):
             here = slice(first, first + size)
@@ -188,7 +186,6 @@ class ImageData:
 
 
 def image_data(train: Labelled, held_out: Labelled, *, augment: bool = False) -> ImageData:
-    """Both parts, normalised by the channels' mean and standard deviation over the training images."""
     channels, size = train.pixels.shape[1:3]
     stream = ImageStream(train, normaliser(train.pixels), augment)
     return ImageData(stream, held_out, ImageShape(channels, size, NUM_CLASSES))

@@ -109,10 +109,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Train and validation files: the first ones, until they make 5 % of the bytes, are validation.
-
-    Files beyond the first LIMIT bytes are in neither part.
-    """
+    """Train and validation files; the first, 5 % of the bytes, are validation, those beyond LIMIT are in neither."""
     ends = list(accumulate(path.stat().st_size for path in paths))
     num_kept = bisect_right(ends, LIMIT)
     num_held_out = 1 + bisect_left(ends, HELD_OUT * ends[num_kept - 1]) if num_kept else 0
@@ -120,7 +117,6 @@ def split(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def joined(paths: Sequence[Path]) -> np.ndarray:
-    """The bytes of all files, concatenated."""
     return np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
 
 
@@ -157,7 +153,6 @@ def read_idx(folder: Path, name: str, num_dims: int) -> np.ndarray:
 
 
 def read_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
-    """Train and test images of a folder."""
     has_bin = any((folder / f"{name}.bin").is_file() for name in TRAIN + TEST)
     parts = [(_read_cifar_binary if has_bin else _read_cifar_package)(folder, names) for names in (TRAIN, TEST)]
     for images in parts:
@@ -176,7 +171,7 @@ def _read_cifar_binary(folder: Path, names: Sequence[str]) -> Labelled:
     for name, batch in zip(names, batches, strict=True):
         if not len(batch) or len(batch) % RECORD:
             raise ValueError(
-                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)} bytes; copy it again"
+                f"{folder / name}.bin should hold records of {RECORD} bytes, but has {len(batch)}; copy it again"
             )
     records = np.concatenate(batches).reshape(-1, RECORD)
     return Labelled(records[:, 1:].reshape(-1, CHANNELS, SIZE, SIZE), records[:, 0].astype(np.int64))

@@ -43,7 +43,6 @@ def _measure(run: Run, window: Window, cache: str) -> dict[str, Any]:
 
 
 def compared(eager: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
-    """Figures of both arms, and the second over the first."""
     gain = eager["seconds"] - compiled["seconds"]
     peaks = [sum(arm["memory"]["peak"].values()) for arm in (eager, compiled)]
     startups = [sum(arm["startup"].values()) for arm in (eager, compiled)]
@@ -60,10 +59,10 @@ def compared(eager: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
 
 
 def sentences(figures: dict[str, Any]) -> list[str]:
-    """What compile does, one sentence a figure."""
     steps = figures["pays_after_steps"]
     pays = "it never pays for that" if steps is None else f"it pays for that after {max(0, steps):,.0f} steps"
     eager_ms, compiled_ms = (f"{1e3 * seconds:.2f} ms" for seconds in figures["seconds"])
+    losses = figures["loss"]
     before, after = (f"{num_bytes / MIB:,.1f} MiB" for num_bytes in figures["peak_bytes"])
     cold, compiling = (f"{seconds:.1f} s" for seconds in figures["startup_seconds"])
     return [
@@ -71,9 +70,7 @@ def sentences(figures: dict[str, Any]) -> list[str]:
         f"Peak memory: {figures['peak_ratio']:.2f} times ({before}, compiled {after}).",
         f"Start-up: {cold}, compiled {compiling} with an empty cache; {pays}.",
         f"Compiled: {compile_words(figures)}.",
-        "Batch, learning rate and data are equal; the losses after the same steps are {:.5f} and {:.5f}.".format(
-            *figures["loss"]
-        ),
+        "Batch, learning rate and data are equal; losses after the same steps: {:.5f} and {:.5f}.".format(*losses),
     ]
 
 

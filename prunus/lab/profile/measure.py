@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,16 +21,12 @@ STRETCHES = 5
 
 @dataclass(frozen=True)
 class Window:
-    """How many steps are taken before the measurement, and how many are measured."""
-
     before: int = 10
     measured: int = 20
 
     def __post_init__(self) -> None:
         if self.before < 1 or self.measured < 1:
-            raise ValueError(
-                f"warm-up and measurement need at least 1 step each, got {self.before} and {self.measured}"
-            )
+            raise ValueError(f"warm-up and measurement need at least 1 step, got {self.before} and {self.measured}")
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,6 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Everything that was measured of one run."""
-
     run: Run
     device: str
     seconds: float  # a step without an event, nothing marked
@@ -75,11 +69,6 @@ class StepProfile:
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"run": self.run.to_json(), "event_share": self.event_share}
         return values | {"environment": environment()}
-
-
-def without_pruning(run: Run) -> Run:
-    """The same training, dense."""
-    return replace(run, score="none", regrow=0.0, regrow_by="snr", eps=None, exponent=None)
 
 
 def measure(run: Run, window: Window, progress: Callable[[str], None] = lambda what: None) -> StepProfile:
@@ -181,7 +170,6 @@ def time_events(training: Training, due: list[int]) -> float | None:
 
 
 def measured_memory(training: Training, due: list[int]) -> Memory:
-    """Memory of one ordinary step and, where there are events, of an event."""
     gc.collect()
     fixed, total = steady_bytes(training), Peaks(training.device).now()
     step, event = Peaks(training.device), Peaks(training.device)
@@ -195,7 +183,6 @@ def measured_memory(training: Training, due: list[int]) -> Memory:
 
 
 def steady_bytes(training: Training) -> dict[str, int]:
-    """Bytes of the tensors that stay from step to step, by category."""
     pruner, state = training.pruner, training.optimizer.state.values()
     moments = [value for own in state for key, value in own.items() if key != "mask" and isinstance(value, Tensor)]
     sizes = {

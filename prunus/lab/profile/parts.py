@@ -85,10 +85,7 @@ def watched(training: Training, meter: Callable[[str], None]) -> Iterator[None]:
 
 
 def instrument(training: Training) -> None:
-    """Mark events and gradient masking too; the training computes the same as before.
-
-    The Pruner is made anew from its state, so that hooks of ours run before and after its own.
-    """
+    """Mark events and gradient masking too: the Pruner is made anew from its state, between hooks of ours."""
     if (pruner := training.pruner) is None:
         return
     state, schedule, every = pruner.state_dict(), pruner.schedule, pruner.every
@@ -131,7 +128,6 @@ def not_apart(training: Training) -> list[str]:
 
 
 def due_events(training: Training) -> list[int]:
-    """Steps of a few events in the middle of the schedule."""
     pruner = training.pruner
     if pruner is None or pruner.schedule is None or not pruner.schedule.final:
         return []
@@ -142,10 +138,7 @@ def due_events(training: Training) -> list[int]:
 
 
 def seek_event(training: Training, due: list[int], step: int) -> None:
-    """Make the next step the one of this event; if it is the only event, it begins without masks.
-
-    An event at which everything is pruned already would have little to do.
-    """
+    """Make the next step the one of this event; the only event begins without masks, or it would have little to do."""
     reload(training, step=step - 1, **({} if len(due) > 1 else {"masks": {}}))
 
 

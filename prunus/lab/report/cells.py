@@ -20,17 +20,6 @@ CONTROLS = ("dense", "magnitude", "random")
 
 
 @dataclass(frozen=True)
-class RunCell:
-    """One run as part of a comparison; ``more`` is what a study notes beside it."""
-
-    arm: str
-    sparsity: float  # asked for; 0 for a dense run
-    seed: int
-    record: RunRecord
-    more: Json = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ArmRow:
     """One arm at one sparsity over its seeds; accuracies and their differences are in percent."""
 
@@ -58,7 +47,7 @@ class Source:
 
     title: str
     kind: str  # run, study or runs
-    cells: Sequence[RunCell]
+    cells: Sequence[RunRecord]
     rows: Sequence[ArmRow] = ()
     study: Json = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -68,7 +57,7 @@ class Source:
     def record(self) -> RunRecord:
         """The first run, or what a study says of all of them where its runs are not at hand."""
         if self.cells:
-            return self.cells[0].record
+            return self.cells[0]
         environment = self.study.get("environment")
         return RunRecord(self.title, self.base, environment if isinstance(environment, dict) else {}, [])
 
@@ -90,7 +79,6 @@ class Source:
 
     @cached_property
     def sparsities(self) -> list[float]:
-        """Those that are compared, without dense."""
         return sorted({one.sparsity for one in [*self.cells, *self.rows]} - {0.0})
 
     @property
@@ -101,7 +89,7 @@ class Source:
         return statistics.mode([row.budget for row in self.rows] or [1.0])
 
     def runs(self, arm: str, sparsity: float) -> list[RunRecord]:
-        return [cell.record for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]
+        return [cell for cell in self.cells if cell.arm == arm and cell.sparsity == sparsity]
 
     def row(self, arm: str, sparsity: float) -> ArmRow | None:
         return next((row for row in self.rows if row.arm == arm and row.sparsity == sparsity), None)
@@ -114,7 +102,7 @@ def read_source(folder: Path) -> Source:
     if (folder / "run.json").is_file():
         record = read_record(RunFiles(folder))
         notes = [f"This run {note}." for note in record.notes]
-        return Source(record.name, "run", [_cell(record, {})], notes=notes, num_open=int(record.is_open))
+        return Source(record.name, "run", [record], notes=notes, num_open=int(record.is_open))
     if (folder / "study.json").is_file():
         return _read_study(folder)
     cells, notes = _read_cells(folder)
@@ -125,15 +113,15 @@ def read_source(folder: Path) -> Source:
             f"{folder} holds no run (run.json), study (study.json) or folders of runs, nor a model from prunus prune "
             "(result.json) or prunus recover (recovery.json)"
         )
-    num_open = sum(cell.record.is_open for cell in cells)
+    num_open = sum(cell.is_open for cell in cells)
     return Source(folder.resolve().name, "runs", cells, rows_of(cells), notes=notes, num_open=num_open)
 
 
-def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCell], list[str]]:
+def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunRecord], list[str]]:
     """Cells of the runs in a folder and of ``slim`` ones, by name; one that cannot be read is noted and left out."""
     paths = folder.iterdir() if folder.is_dir() else ()
     runs = {run.name: run for run in [*slim, *(RunFiles(path) for path in paths if (path / "run.json").is_file())]}
-    cells: list[RunCell] = []
+    cells: list[RunRecord] = []
     notes: list[str] = []
     noted: dict[str, list[str]] = {}
     for _, run in sorted(runs.items()):
@@ -143,7 +131,7 @@ def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCe
         except ValueError as error:
             notes.append(f"{run.name} is left out: {error}.")
             continue
-        cells.append(_cell(record, more))
+        cells.append(replace(record, more=more))
         for note in record.notes:
             noted.setdefault(note, []).append(run.name)
     for note, names in noted.items():
@@ -152,21 +140,13 @@ def _read_cells(folder: Path, slim: Iterable[RunFiles] = ()) -> tuple[list[RunCe
     return cells, notes
 
 
-def _cell(record: RunRecord, more: Json) -> RunCell:
-    """The cell that a run says it is; without ``cell.json`` its arm is its folder's name without the seed."""
-    run = record.run
-    sparsity = 0.0 if run.score == "none" else run.sparsity
-    name = record.name.removesuffix(f"-s{run.seed}").removesuffix(f"-{sparsity:.12g}")
-    return RunCell(more.get("arm", name), sparsity, run.seed, record, more)
-
-
-def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
+def rows_of(cells: Sequence[RunRecord]) -> list[ArmRow]:
     """Mean and spread by arm and sparsity from the results of runs that ended; only a study gives verdicts."""
     grouped: dict[tuple[str, float, float], list[float]] = {}
     for cell in cells:
-        values = grouped.setdefault((cell.arm, cell.sparsity, cell.record.run.budget_scale), [])
-        if cell.record.quality is not None:
-            values.append(cell.record.quality)
+        values = grouped.setdefault((cell.arm, cell.sparsity, cell.run.budget_scale), [])
+        if cell.quality is not None:
+            values.append(cell.quality)
     return [
         ArmRow(arm, sparsity, values, mean=mean_of(values), spread=deviation(values), budget=budget)
         for (arm, sparsity, budget), values in grouped.items()
@@ -174,7 +154,6 @@ def rows_of(cells: Sequence[RunCell]) -> list[ArmRow]:
 
 
 def mean_of(values: Sequence[Any]) -> float | None:
-    """Mean of the numbers among ``values``."""
     numbers = [value for value in map(number, values) if value is not None]
     return statistics.fmean(numbers) if numbers else None
 
@@ -199,18 +178,18 @@ def _read_study(folder: Path) -> Source:
         rows = rows_of(cells)
         notes.insert(0, "There is no study_result.json: means are taken from the runs, and there are no verdicts.")
         planned = sum(len(arm["cells"]) for arm in study["arms"])
-        num_open = max(1, planned - sum(not cell.record.is_open for cell in cells))
+        num_open = max(1, planned - sum(not cell.is_open for cell in cells))
     return Source(folder.resolve().name, "study", _in_order(cells, study), rows, study, notes, num_open)
 
 
-def _in_order(cells: Sequence[RunCell], study: Json) -> list[RunCell]:
+def _in_order(cells: Sequence[RunRecord], study: Json) -> list[RunRecord]:
     """Cells in the order of the study's arms, under the names that these have there.
 
     A run without an end has no cell.json: its arm is known by the name of its folder alone, in plain letters.
     """
     arms = [arm["name"] for arm in study["arms"]]
     names, place = {slug(arm): arm for arm in arms}, {arm: i for i, arm in enumerate(arms)}
-    named = [cell if cell.more else replace(cell, arm=names.get(cell.arm, cell.arm)) for cell in cells]
+    named = [cell if cell.more else replace(cell, more={"arm": names.get(cell.arm, cell.arm)}) for cell in cells]
     return sorted(named, key=lambda cell: (place.get(cell.arm, len(place)), cell.arm, cell.sparsity, cell.seed))
 
 
@@ -237,9 +216,9 @@ def _row(row: Mapping[str, Any]) -> ArmRow:
     )
 
 
-def _problems(result: Json, cells: Sequence[RunCell]) -> list[str]:
+def _problems(result: Json, cells: Sequence[RunRecord]) -> list[str]:
     """What a study lacks, and what does not count; failures that notes of the runs name already are left out."""
-    known = {(cell.seed, cell.record.failure) for cell in cells}
+    known = {(cell.seed, cell.failure) for cell in cells}
     done, planned = result["num_finished"], result["num_runs"]
     notes = [f"{done} of {planned} runs have ended."] if done != planned else []
     for kind, words in (("failed", "failed"), ("off_target", "does not count")):

@@ -6,7 +6,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from .cells import ArmRow, RunCell, Source, mean_of
+from .cells import ArmRow, Source, mean_of
 from .numbers import duration, fixed, memory, percent, plain, short_percent, signed, with_minus
 from .panel import (
     GRID,
@@ -24,20 +24,13 @@ from .panel import (
     dots,
     layout,
 )
+from .records import RunRecord
 
 FAR = 10.0
 Rows = Sequence[ArmRow]
 
 
-def ranking(source: Source) -> list[str]:
-    """Arms from the best to the worst at the highest sparsity that they have."""
-    ended = [row for row in source.rows if row.mean is not None]
-    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.metric.sign * (row.mean or 0)))
-    return list(dict.fromkeys(row.arm for row in ranked))
-
-
 def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
-    """Quality against sparsity: mean over seeds, bars of one standard deviation."""
     name = "Perplexity" if source.record.is_language else "Accuracy, %"
     traces: list[Trace] = []
     for place, arm in enumerate(sorted(source.arms, key=lambda arm: marks[arm].width)):
@@ -61,10 +54,8 @@ def quality_panel(source: Source, marks: Mapping[str, Mark]) -> Panel:
         ]
         for row in sorted(ended, key=lambda row: (row.sparsity, row.mean or 0))
     ]
-    words = "; ".join(f"{row.arm} at {short_percent(row.sparsity)} {plain(row.mean)}" for row in ended)
     return Panel(
         f"{name} against sparsity",
-        f"{name} on held-out data by sparsity: {words}.",
         traces,
         layout(
             axis("sparsity", tickformat=".0%", range=[-0.02, max(source.sparsities or [0.5]) + 0.04]),
@@ -90,7 +81,6 @@ def frame_of(source: Source) -> tuple[float, float] | None:
 
 
 def outside(source: Source) -> list[ArmRow]:
-    """Rows that the frame leaves out."""
     low, high = frame_of(source) or (-math.inf, math.inf)
     return [row for row in source.rows if row.mean is not None and not low <= row.mean <= high]
 
@@ -122,7 +112,6 @@ def _grouped(source: Source, value: Callable[[ArmRow], float | None], sign: int 
 
 
 def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
-    """Paired differences with their 95 % intervals, arms below each other: one panel a sparsity."""
     unit = "perplexity" if source.record.is_language else "accuracy, points"
     better = "left" if source.record.is_language else "right"
     panels = []
@@ -144,10 +133,8 @@ def difference_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
             )
             for row in rows
         ]
-        words = "; ".join(f"{row.arm} {row.verdict}" for row in rows)
         panel = arms_panel(
             f"Difference at {short_percent(rows[0].sparsity)}; {better} is better",
-            f"Paired difference in {unit} with 95 % intervals: {words}.",
             [trace],
             axis(unit, zeroline=True, zerolinecolor=INK, zerolinewidth=1, range=[low, high]),
             NumberTable("Paired differences", ["arm", "difference", "± (95 %)", "verdict"], table),
@@ -207,10 +194,8 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
         trace = dots([escape(row.arm) for row in rows], [row.overlap for row in rows], shown)
         trace["hovertemplate"] = "%{y}: %{x:.3f}<extra></extra>"
         cells = {arm: Number(fixed(value, 3), value) for arm, value in values.items()}
-        words = "; ".join(f"{arm} {number.shown}" for arm, number in cells.items())
         panel = arms_panel(
             f"Overlap with magnitude at {short_percent(sparsity)}",
-            f"Jaccard overlap of removed weights with magnitude's; chance is {chance:.3f}: {words}.",
             [trace],
             axis("Jaccard overlap; dotted: chance", range=[0, 1.02]),
             NumberTable(f"Jaccard overlap; chance is {chance:.3f}", ["arm", "overlap"], [*map(list, cells.items())]),
@@ -222,19 +207,18 @@ def overlap_panels(source: Source, marks: Mapping[str, Mark]) -> list[Panel]:
     return panels
 
 
-def memory_of(cell: RunCell) -> float | None:
+def memory_of(run: RunRecord) -> float | None:
     """Bytes at the peak; None until the run has ended."""
-    own = (cell.record.result or {}).get("peak_memory")
-    mebibytes = cell.more.get("peak_mib")
+    own = (run.result or {}).get("peak_memory")
+    mebibytes = run.more.get("peak_mib")
     return own or (mebibytes * 2**20 if isinstance(mebibytes, int | float) else None)
 
 
 def cost_panels(source: Source) -> list[Panel]:
-    """Time and peak memory by arm: a bar for the mean, a point for every run."""
     warm = [cell for cell in source.cells if not cell.more.get("cold")] or source.cells
     peak = max((memory_of(cell) or 0 for cell in source.cells), default=0)
     unit = ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
-    seconds = [(cell.arm, (cell.record.result or {}).get("seconds")) for cell in warm]
+    seconds = [(cell.arm, (cell.result or {}).get("seconds")) for cell in warm]
     memories = [(cell.arm, memory_of(cell)) for cell in source.cells]
     panels = [
         _cost("Training time", ("seconds", 1.0), duration, _by_arm(source, seconds)),
@@ -244,7 +228,6 @@ def cost_panels(source: Source) -> list[Panel]:
 
 
 def _by_arm(source: Source, values: Sequence[tuple[str, float | None]]) -> dict[str, list[float]]:
-    """The values of each arm that has any, from the last arm to the first."""
     by_arm = {arm: [value for name, value in values if name == arm and value] for arm in reversed(source.arms)}
     return {arm: own for arm, own in by_arm.items() if own}
 
@@ -259,11 +242,9 @@ def _cost(title: str, unit: tuple[str, float], show: Callable[..., str], found: 
     points["marker"]["size"] = 6
     points |= {"text": [f"{escape(arm)}: {show(value)}" for arm, value in every]}
     points |= {"hovertemplate": "%{text}<extra></extra>"}
-    words = "; ".join(f"{arm} {show(mean)}" for arm, mean in reversed(means.items()))
     rows = [[arm, cell(mean / size), cell(len(found[arm]), str)] for arm, mean in means.items()]
     return arms_panel(
         title,
-        f"{title} by arm, mean over runs: {words or 'not recorded'}.",
         [bars, points],
         axis(name, rangemode="tozero"),
         NumberTable(f"{title}, mean over runs", ["arm", name, "runs"], rows),

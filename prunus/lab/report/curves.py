@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from .cells import ArmRow, Source, mean_of
-from .numbers import count, number, percent, plain, short_percent
+from .numbers import number, percent, plain, short_percent
 from .panel import MUTED, Mark, Number, NumberTable, Panel, Trace, axis, cell, layout
 from .records import Json, RunRecord
 
@@ -32,7 +32,6 @@ def loss_at(line: Json) -> float | None:
 
 
 def quality_at(record: RunRecord, metric: str | None = None) -> Pick:
-    """Picks a metric on held-out data, the run's own if none is named."""
     name, scale = metric or record.metric.name, 1.0 if metric else record.metric.scale
 
     def pick(line: Json) -> float | None:
@@ -77,7 +76,6 @@ def metric_name(record: RunRecord) -> str:
 
 
 def run_panels(record: RunRecord) -> list[Panel]:
-    """Loss and quality of one run."""
     logged, held_out = points([record], loss_at), points([record], quality_at(record, "loss"))
     quality, name = points([record], quality_at(record)), metric_name(record)
     x = axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"})
@@ -90,7 +88,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
     said = "Every line" if len(shown) == len(record.logs) else f"{len(shown)} of {len(record.logs)} lines"
     loss = Panel(
         "Loss",
-        in_words("Training loss", logged, record.unit) + " " + in_words("Held-out loss", held_out, record.unit),
         [
             line_trace("training", logged, Mark(MUTED, width=1.2), hover),
             line_trace("held-out", held_out, Mark(ACCENT, width=2.2), hover) | {"mode": "lines+markers"},
@@ -109,7 +106,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
     columns = ["step", record.unit, "held-out loss", "perplexity", "accuracy", "sparsity"]
     held_out_quality = Panel(
         name,
-        in_words(name, quality, record.unit),
         [line_trace(name, quality, Mark(ACCENT, width=2.2), "%{y:.5g}<extra></extra>") | {"mode": "lines+markers"}],
         layout(x, axis(name.lower(), range=frame([quality])), hovermode="x unified"),
         NumberTable("Every evaluation on held-out data", columns, rows),
@@ -118,7 +114,6 @@ def run_panels(record: RunRecord) -> list[Panel]:
 
 
 def _place(step: int, record: RunRecord) -> list[Number]:
-    """A step, and what was read until then, as cells of a table."""
     return [cell(step, "{:,}".format), cell(step * record.per_step, "{:,}".format)]
 
 
@@ -147,7 +142,6 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
             traces += _band(series[arm], marks[arm])
         spread = " (%{customdata[0]:.4g} to %{customdata[1]:.4g})" * any(p.low < p.high for p in series[arm])
         traces.append(line_trace(arm, series[arm], marks[arm], f"%{{y:.4g}}{spread}<extra>%{{fullData.name}}</extra>"))
-    ends = "; ".join(f"{arm} {plain(line[-1].mean)}" for arm, line in series.items() if line)
     few = sum(mark.width > 1 for arm, mark in marks.items() if arm in series) == len(series) <= 6
     by_step = {arm: {p.step: p.mean for p in line} for arm, line in series.items()}
     steps = sorted({step for line in by_step.values() for step in line})
@@ -157,7 +151,6 @@ def _compared(series: Mapping[str, list[Point]], marks: Mapping[str, Mark], name
     ]
     return Panel(
         name,
-        f"{name} over {record.unit}; at the end: {ends}.",
         traces,
         layout(
             axis(record.unit, rangemode="tozero", unifiedhovertitle={"text": f"%{{x:,}} {record.unit}"}),
@@ -193,9 +186,3 @@ def _band(line: Sequence[Point], mark: Mark) -> list[Trace]:
         common | {"y": [p.low for p in shown]},
         common | {"y": [p.high for p in shown], "fill": "tonexty", "fillcolor": f"{mark.colour}/0.14"},
     ]
-
-
-def in_words(name: str, line: Sequence[Point], unit: str) -> str:
-    if not line:
-        return f"{name}: nothing recorded."
-    return f"{name} from {plain(line[0].mean)} to {plain(line[-1].mean)} over {count(line[-1].x)} {unit}."

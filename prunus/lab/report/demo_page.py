@@ -28,8 +28,6 @@ LINE, BARS = 30, ((124, 195), (335, 145))  # pixels: of a row, and where each co
 
 @dataclass(frozen=True)
 class Row:
-    """A model of the demo."""
-
     name: str
     done: str
     perplexity: float
@@ -46,9 +44,8 @@ def in_one_line(rows: Sequence[Row], sparsity: float) -> str:
     ways = {"magnitude": "by magnitude alone", "repaired": "with repair", "recovered": "recovered"}
     parts = ", ".join(f"{change(row, rows[0])} {ways[row.name]}" for row in rows if row.name in ways)
     least = min(rows, key=lambda row: row.num_bytes)
-    size = (
-        f"{least.name} ({change(least, rows[0])}) the file has {least.num_bytes / rows[0].num_bytes:.0%} of the bytes"
-    )
+    share = least.num_bytes / rows[0].num_bytes
+    size = f"{least.name} ({change(least, rows[0])}) the file has {share:.0%} of the bytes"
     return f"{short_percent(sparsity)} zeros after training: perplexity {parts}; {size}"
 
 
@@ -75,11 +72,9 @@ def demo_page(folder: Path) -> Page:
 
 
 def _bars(rows: Sequence[Row]) -> str:
-    """Two bars a model: what it adds to the perplexity of the dense one, and its bytes."""
     added, sizes = [max(0.0, r.perplexity / rows[0].perplexity - 1) for r in rows], [r.num_bytes for r in rows]
-    drawn = [
-        _text(start, 14, heading, "muted") for (start, _), heading in zip(BARS, ("perplexity", "file"), strict=True)
-    ]
+    headings = zip(BARS, ("perplexity", "file"), strict=True)
+    drawn = [_text(start, 14, heading, "muted") for (start, _), heading in headings]
     for number, row in enumerate(rows):
         y = LINE * (number + 1)
         drawn.append(_text(0, y + 14, row.name, "ink"))

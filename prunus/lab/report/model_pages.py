@@ -9,7 +9,7 @@ from pathlib import Path
 from ...plot import layers_svg
 from ..run_files import RunFiles
 from ..schema import AMOUNT, ANY, COUNT, SHARE, TEXT, Maybe, Named, Spec
-from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, in_words, line_trace
+from .curves import ACCENT, MAX_POINTS, MAX_ROWS, Point, at_most, line_trace
 from .numbers import duration, memory, number, plain
 from .panel import INK, MUTED, Mark, NumberTable, Page, Panel, Section, Trace, axis, cell, layout
 from .records import Json
@@ -86,7 +86,6 @@ def pruned_page(folder: Path) -> Page:
 
 
 def recovered_page(folder: Path) -> Page:
-    """What a recovery did: its curve, its figures and its settings."""
     record = RecoveryRecord(RunFiles(folder).load_checked(RECOVERY_FILE, RECOVERY))
     columns = ["model", *(NAMES[metric] for metric in record.metrics)]
     rows = [[name, *(cell(value_of(one, m)) for m in record.metrics)] for name, one in record.models.items()]
@@ -114,8 +113,6 @@ def title_of(metric: str) -> str:
 
 @dataclass(frozen=True)
 class RecoveryRecord:
-    """What a recovery left in its file, and the chart and sentences of it."""
-
     values: Json
 
     @cached_property
@@ -175,10 +172,9 @@ class RecoveryRecord:
         rows = [[cell(p.step, whole), cell(p.x, whole), cell(p.mean)] for p in at_most(curve, MAX_ROWS)]
         caption = f"{name}, {len(rows)} of {len(measured)} evaluations"
         table = NumberTable(caption, ["step", self.unit, NAMES[metric]], rows)
-        return Panel(name, in_words(name, curve, self.unit), traces, look, table, height=340)
+        return Panel(name, traces, look, table, height=340)
 
     def _curve(self, curve: Sequence[Point]) -> Trace:
-        """Points of the student, the largest where its state was kept."""
         shown = at_most(curve, MAX_POINTS)
         trace = line_trace("recovered", shown, MARKS["recovered"], HOVER)
         trace["marker"] |= {"size": [11 if p.step == self.values["best_step"] else 5 for p in shown], "opacity": 1}

@@ -29,12 +29,10 @@ def fixed(value: float | None, decimals: int = 2) -> str:
 
 
 def signed(value: float | None, decimals: int = 2) -> str:
-    """With its sign, and a true minus."""
     return "–" if value is None else f"{value:+,.{decimals}f}".replace("-", "−")
 
 
 def with_minus(text: str) -> str:
-    """A sentence with true minuses before its numbers."""
     return re.sub(r"-(?=\d)", "−", text)
 
 

@@ -1,7 +1,4 @@
-"""One HTML page that needs nothing beside it: the finding as a headline, then the sections with their charts.
-
-Charts are drawn by plotly, whose script is taken from the installed package.
-"""
+"""One HTML page that needs nothing beside it; its charts are drawn by plotly, whose script the page holds."""
 
 import json
 from base64 import b64encode
@@ -44,16 +41,12 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def render(source: Source) -> str:
-    """The page of runs as text; the same folder gives the same page."""
     parts = headline(source), lede(source), sections(source), figures(source), source.notes
     return html_of(Page(source.kind, source.title, *parts))
 
 
 def html_of(page: Page) -> str:
-    """The page as text.
-
-    Its policy allows no network and no script but its own two, by their digests; the chart library writes styles.
-    """
+    """The page as text; its policy allows no network and no script but its own two, by their digests."""
     panels = [panel for section in page.sections for panel in section.panels]
     data = [{"data": panel.traces, "layout": panel.layout, "height": panel.height} for panel in panels]
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
@@ -64,7 +57,6 @@ def html_of(page: Page) -> str:
 
 @cache
 def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
-    """The template of all pages, and what is the same in each."""
     files = [resources.files("prunus.lab.report").joinpath(name) for name in ("page.html", "style.css", "page.js")]
     html, style, own = (file.read_text(encoding="utf-8") for file in files)
     scripts: list[str] = []
@@ -77,19 +69,13 @@ def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
             scripts = [_inline(get_plotlyjs()), _inline(own)]
     except ImportError as error:
         raise ValueError(f"a report needs {error.name}: pip install plotly jinja2") from None
-    digests = (
-        " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts) or "'none'"
-    )
+    digests = " ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts) or "'none'"
     policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["together"] = _together
+    # no line break between a number and its unit
+    environment.filters["together"] = lambda text: text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
     return environment.from_string(html), {"style": style, "scripts": scripts, "policy": policy}
-
-
-def _together(text: str) -> str:
-    """The text with no line break between a number and its unit."""
-    return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
 def _inline(script: str) -> str:
@@ -102,7 +88,7 @@ def headline(source: Source) -> str:
     if not source.is_comparison:
         return _of_run(source.record)
     if not any(row.mean is not None for row in source.rows):
-        failed = sum(bool(cell.record.failure) for cell in source.cells)
+        failed = sum(bool(cell.failure) for cell in source.cells)
         some = f"; {failed} failed" if failed else ""
         return f"{len(source.cells)} runs, none of which has ended{' yet' * (source.num_open > 0)}{some}"
     if not source.sparsities:
@@ -167,7 +153,6 @@ def _of_verdicts(source: Source, sparsity: float) -> str:
 
 
 def lede(source: Source) -> str:
-    """What was measured, on what, how often."""
     record, run = source.record, source.record.run
     model = run.model + (f" ({count(record.result['num_parameters'])} parameters)" if record.result else "")
     steps = run.total_steps
@@ -201,7 +186,6 @@ def _sorted(source: Source, sparsity: float) -> list[ArmRow]:
 
 
 def figures(source: Source) -> list[tuple[str, str]]:
-    """The few numbers that stand out, with their names."""
     record, result = source.record, source.record.result or {}
     if source.is_comparison:
         return []

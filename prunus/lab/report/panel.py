@@ -15,13 +15,12 @@ DASHES = {"dense": "solid", "magnitude": "dash", "random": "dot"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 NUM_COLOURS = 4
 BAR = 26  # pixels a row of a chart with arms below each other
+SAID = 12  # rows of a table that describe a chart
 LONG = 36  # letters of a label beside which half a page leaves no room for a chart
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as text and as value: the page keeps both."""
-
     shown: str
     value: float | None
 
@@ -48,15 +47,21 @@ class NumberTable:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: traces and layout for the library, and the same in words and in a table."""
+    """One chart: traces and layout for the library, and the same as a table."""
 
     title: str
-    description: str  # what a screen reader says in place of the picture
     traces: Sequence[Trace]
     layout: dict[str, Any]
     table: NumberTable
     height: int = 300
     is_wide: bool = False  # takes a line of the page by itself
+
+    @property
+    def description(self) -> str:
+        """What a screen reader says in place of the picture: the end of the table, which follows as a whole."""
+        rows = [zip(self.table.columns, row, strict=False) for row in self.table.rows[-SAID:]]
+        said = "; ".join(", ".join(f"{name} {getattr(one, 'shown', one)}" for name, one in row) for row in rows)
+        return f"{self.title}, {self.table.caption}: {said or 'nothing recorded'}."
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,6 @@ class Mark:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: a heading, a sentence or two, and its panels side by side."""
-
     id: str
     title: str
     text: str
@@ -85,8 +88,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page says."""
-
     kind: str  # what it is about
     title: str
     headline: str
@@ -132,7 +133,6 @@ def layout(x: Mapping[str, Any], y: Mapping[str, Any], **more: Any) -> dict[str,
 
 
 def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[Mark]) -> Trace:
-    """A point a row; labels may hold markup."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -144,7 +144,6 @@ def dots(labels: Sequence[str], values: Sequence[float | None], marks: Sequence[
 
 def arms_panel(
     title: str,
-    description: str,
     traces: Sequence[Trace],
     x: Mapping[str, Any],
     table: NumberTable,
@@ -152,10 +151,9 @@ def arms_panel(
     *,
     two_lines: bool = False,
 ) -> Panel:
-    """A panel with arms below each other, whose labels may take two lines."""
     height = 80 + (BAR * 3 // 2 if two_lines else BAR) * len(arms)
     look = layout(x, axis("", type="category", dtick=1), hovermode="closest")
-    return Panel(title, description, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
+    return Panel(title, traces, look, table, height, is_wide=any(len(arm) > LONG for arm in arms))
 
 
 def cell(value: Any, show: Callable[[float | None], str] = plain) -> Number:

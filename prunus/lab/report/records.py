@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is stored of one run. A run that goes on, that was killed, or that failed has no result."""
+    """What is stored of one run; one that goes on, that was killed, or that failed has no result."""
 
     name: str
     run: Run
@@ -24,11 +24,26 @@ class RunRecord:
     lines: list[Json]  # of metrics.jsonl, in order
     result: Json | None = None
     failure: str = ""  # why there will be no result
+    more: Json = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def sparsity(self) -> float:
+        """What was asked for; 0 for a dense run."""
+        return 0.0 if self.run.score == "none" else self.run.sparsity
+
+    @property
+    def seed(self) -> int:
+        return self.run.seed
+
+    @property
+    def arm(self) -> str:
+        """The arm of a study; of another run its folder's name without sparsity and seed."""
+        name = self.name.removesuffix(f"-s{self.seed}").removesuffix(f"-{self.sparsity:.12g}")
+        return self.more.get("arm", name)
+
+    @property
     def is_open(self) -> bool:
-        """Whether it may go on, as far as its folder says."""
         return self.result is None and not self.failure
 
     @cached_property
@@ -63,7 +78,6 @@ class RunRecord:
 
     @property
     def per_step(self) -> int:
-        """Tokens or images that one step reads."""
         return self.run.batch * self.run.accumulate * (self.run.context if self.is_language else 1)
 
     @property
@@ -83,7 +97,6 @@ class RunRecord:
         return value and value * self.metric.scale
 
     def layer_sparsity(self, line: Json) -> dict[str, float]:
-        """Fraction of zeros by layer at an evaluation; empty where it was not recorded."""
         zeros = line.get("zeros")
         if not isinstance(zeros, list) or len(zeros) != len(self.layers):
             return {}
@@ -91,7 +104,6 @@ class RunRecord:
 
 
 def read_record(run: RunFiles) -> RunRecord:
-    """The record of a run; ValueError where a file of it cannot be understood."""
     metrics = run.path / "metrics.jsonl"
     described = run.load("run.json")
     lines: list[Json] = []

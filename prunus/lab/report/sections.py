@@ -6,7 +6,7 @@ from typing import Any
 
 from ..run import Run
 from .cells import CONTROLS, ArmRow, Source
-from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel, ranking
+from .comparison import cost_panels, difference_panels, memory_of, outside, overlap_panels, quality_panel
 from .curves import compared_panels, run_panels
 from .numbers import fixed, number, plain, short_percent, signed, with_minus
 from .panel import Mark, Number, NumberTable, Section, Word, cell, marks_of
@@ -54,7 +54,10 @@ def _of_run(source: Source) -> list[Section]:
 
 
 def _compared(source: Source) -> list[Section]:
-    marks = marks_of(source.arms, [arm for arm in ranking(source) if arm in source.arms and arm not in CONTROLS])
+    ended = [row for row in source.rows if row.mean is not None]  # from the best, at the highest sparsity of each arm
+    ranked = sorted(ended, key=lambda row: (-row.sparsity, source.record.metric.sign * (row.mean or 0)))
+    ranking = dict.fromkeys(row.arm for row in ranked)
+    marks = marks_of(source.arms, [arm for arm in ranking if arm in source.arms and arm not in CONTROLS])
     legend = [(arm, mark) for arm, mark in marks.items() if mark.width > 1]
     shared = {"legend": legend, "others": ", ".join(arm for arm, mark in marks.items() if mark.width <= 1)}
     heat, overlaps = compared_maps(source), overlap_panels(source, marks)
@@ -94,7 +97,7 @@ def _sparsity(source: Source, marks: Mapping[str, Mark]) -> Section:
 
 
 def _cost_text(source: Source) -> str:
-    machines = sorted({str(cell.record.environment.get("machine", "an unknown machine")) for cell in source.cells})
+    machines = sorted({str(cell.environment.get("machine", "an unknown machine")) for cell in source.cells})
     where = f"on {machines[0]}" if len(machines) == 1 else f"on different machines ({'; '.join(machines)})"
     missing = " Peak memory was not recorded." * all(memory_of(cell) is None for cell in source.cells)
     cold = " Runs that were the first of their process, which takes its start-up, are left out of the time."
@@ -121,23 +124,16 @@ def _verdicts(source: Source, marks: Mapping[str, Mark]) -> Section:
         [_verdict_row(row, is_study) for row in rows],
         looks=looks,
     )
+    read = {(run.run.total_steps * run.per_step, run.run.data) for run in source.cells}
+    alike = f"all read the same number of {source.record.unit} from the same data, but may differ in other ways"
+    alike = "they differ in budget or data" if len(read) > 1 else alike
     text = (
         "Differences are to magnitude, or to the arm named behind a dash, of dense arms to dense, and paired: the same "
         "seed has the same first weights and the same batches."
         if is_study
-        else f"These runs are no study, so there are no verdicts: {_equality(source)}."
+        else f"These runs are no study, so there are no verdicts: {alike}."
     )
     return Section("verdicts", "Verdicts", text, difference_panels(source, marks), tables=[table])
-
-
-def _equality(source: Source) -> str:
-    """What is known of runs that no study made equal."""
-    records = [cell.record for cell in source.cells]
-    read = {(record.run.total_steps * record.per_step, record.run.data) for record in records}
-    if len(read) > 1:
-        return "they differ in budget or data"
-    unit = source.record.unit
-    return f"all read the same number of {unit} from the same data, but may differ in other ways"
 
 
 def _verdict_row(row: ArmRow, is_study: bool) -> list[Any]:
@@ -162,7 +158,7 @@ OWN = ("out", "seed", "sparsity", "resume")  # what every run has for itself
 
 def _configuration(source: Source) -> Section:
     base, defaults = source.base.to_json(), Run().to_json()
-    configs = [cell.record.run.to_json() for cell in source.cells]
+    configs = [cell.run.to_json() for cell in source.cells]
     shared = [
         name
         for name in base
@@ -186,13 +182,12 @@ def _configuration(source: Source) -> Section:
 
 
 def _differences(source: Source, base: Mapping[str, Any]) -> NumberTable:
-    """What each arm changes: as the study says, or as its first run differs."""
     planned = {arm["name"]: arm["changes"] for arm in source.study.get("arms", ())}
     rows = []
     for arm in source.arms:
         changes = planned.get(arm)
         if changes is None:
-            run = next((cell.record.run for cell in source.cells if cell.arm == arm), source.base)
+            run = next((cell.run for cell in source.cells if cell.arm == arm), source.base)
             changes = {n: v for n, v in run.to_json().items() if n not in OWN and v != base[n]}
         rows.append([arm, ", ".join(f"{name} = {written(value)}" for name, value in changes.items()) or "nothing"])
     return NumberTable("What each arm changes, apart from sparsity and seed", ["arm", "changes"], rows, kind="config")

@@ -17,13 +17,11 @@ Grid = Mapping[str, Mapping[str, float]]  # column -> layer -> sparsity
 
 
 def run_map(record: RunRecord) -> Panel | None:
-    """Sparsity of every layer at every evaluation; None where it was not recorded."""
     columns = {f"{line['step']:,}": by for line in record.evals if (by := record.layer_sparsity(line))}
     return _map("Sparsity by layer over steps", "step", columns, scale=(0.0, 1.0)) if columns else None
 
 
 def compared_maps(source: Source) -> list[Panel]:
-    """Sparsity of every layer at the end by arm, mean over seeds: one panel a sparsity."""
     made = []
     for sparsity in source.sparsities:
         columns = {}
@@ -56,12 +54,8 @@ def _map(title: str, what: str, columns: Grid, scale: tuple[float, float] | None
     }
     rows = [[shortened(layer), *(cell(by.get(layer), two_decimals) for by in columns.values())] for layer in layers]
     longest = LETTER * max(map(len, columns))  # too long to lie beside each other, names of columns stand upright
-    last = list(columns.values())[-1]
-    ends = sorted(last, key=lambda layer: last[layer])
-    said = f"{shortened(ends[0])} {percent(last[ends[0]])} to {shortened(ends[-1])} {percent(last[ends[-1]])}"
     return Panel(
         title,
-        f"Heat map of {len(layers)} layers by {len(columns)} columns; in the last column from {said}.",
         [trace],
         layout(
             axis(what, type="category", showgrid=False),
@@ -79,18 +73,16 @@ def shortened(layer: str) -> str:
 
 
 def shared_paths(records: Mapping[str, RunRecord]) -> dict[tuple[tuple[int, float], ...], list[str]]:
-    """Arms by the path that their sparsity took."""
     paths: dict[tuple[tuple[int, float], ...], list[str]] = {}
     for arm, record in records.items():
-        paths.setdefault(_path(record), []).append(arm)
+        known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
+        last = known[-1][1] if known else 0.0
+        paths.setdefault(((0, 0.0), *known, (max(record.last_step, 1), last)), []).append(arm)
     return paths
 
 
 def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], title: str = "") -> Panel:
-    """Sparsity over steps: asked for at events as a line, counted from the zeros at evaluations as points.
-
-    Arms that took the same path are one line.
-    """
+    """Sparsity over steps: a line is what was asked for of all arms on the same path, points were counted."""
     paths = shared_paths(records)
     traces: list[Trace] = []
     rows: list[list[str | Number]] = []
@@ -100,10 +92,8 @@ def sparsity_panel(records: Mapping[str, RunRecord], marks: Mapping[str, Mark], 
         rows += [[name, cell(step, "{:,}".format), cell(share, two_decimals)] for step, share in path[1:-1]]
     has_events = any(record.events for record in records.values())
     what = "asked for at every event" if has_events else "counted at every evaluation"
-    said = "; ".join(f"{', '.join(arms)}: {percent(path[-1][1])} at step {path[-1][0]}" for path, arms in paths.items())
     return Panel(
         f"Sparsity over steps{title}",
-        f"Sparsity over steps, at the end: {said}.",
         traces,
         layout(axis("step", rangemode="tozero"), axis("", tickformat=".0%", rangemode="tozero"), hovermode="closest"),
         NumberTable(f"Sparsity {what}", ["arm", "step", "sparsity"], at_most(rows, MAX_ROWS)),
@@ -115,13 +105,6 @@ def path_mark(arms: Sequence[str], marks: Mapping[str, Mark]) -> Mark:
     if len(arms) > 1 and "magnitude" in arms:
         return Mark(INK)
     return replace(max((marks[arm] for arm in arms), key=lambda mark: mark.width), dash="solid")
-
-
-def _path(record: RunRecord) -> tuple[tuple[int, float], ...]:
-    """What events asked for, or what was counted where the folder does not hold them."""
-    known = [(event["step"], number(event.get("sparsity")) or 0.0) for event in record.events] or _counted(record)
-    last = known[-1][1] if known else 0.0
-    return ((0, 0.0), *known, (max(record.last_step, 1), last))
 
 
 def _counted(record: RunRecord) -> list[tuple[int, float]]:

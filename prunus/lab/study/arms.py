@@ -1,7 +1,4 @@
-"""Arms: what a study compares, as changes of fields of one base run, from code, text or TOML; and studies by name.
-
-Loads no torch.
-"""
+"""Arms: what a study compares, as changes of fields of one base run, and studies by name. Loads no torch."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +48,6 @@ class Arm:
                 raise ValueError(f"{name} cannot be changed by an arm{where}: arm {self.name}")
 
     def __str__(self) -> str:
-        """What it changes."""
         return " ".join(f"{name}={value}" for name, value in self.changes.items()) or "no change"
 
     def to_json(self) -> dict[str, Any]:
@@ -125,10 +121,7 @@ def parse_fields(words: Iterable[str], where: str) -> dict[str, Any]:
 
 
 def read_base(path: Path) -> tuple[Run, list[Arm], tuple[float, ...]]:
-    """Base run, arms and sparsities of a TOML file: fields of Run at the top, and ``[[arm]]`` with name and fields.
-
-    A score in the file is an arm too.
-    """
+    """Base run, arms and sparsities of a TOML file: fields of Run (a score is an arm too) and ``[[arm]]`` tables."""
     check_regular(path)
     try:
         values = tomllib.loads(path.read_text())
@@ -200,12 +193,10 @@ TINY = Run(model="gpt2-tiny", data="stdlib", **WSD, **LATE, **SMALL)
 
 
 def arms_of(scores: str, *texts: str) -> tuple[Arm, ...]:
-    """An arm for each score, then those written out."""
     return (*map(score_arm, scores.split()), *map(parse_arm, texts))
 
 
 def crossed(scores: Sequence[str], variations: Mapping[str, Mapping[str, Any]]) -> tuple[Arm, ...]:
-    """Each score with each variation, compared with the score without it."""
     return tuple(
         Arm(f"{score} {name}", {"score": "none" if score == "dense" else score, **changes}, score)
         for name, changes in variations.items()

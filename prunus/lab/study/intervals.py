@@ -89,7 +89,6 @@ def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> Paire
 
 
 def verdict(difference: Paired | None, metric: Metric) -> str:
-    """What the seeds allow to conclude."""
     if difference is None:
         return "no seed in common yet"
     centre = written(difference.mean, metric.decimals, sign=True)

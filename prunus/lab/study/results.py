@@ -56,10 +56,7 @@ class Finished:
 
 
 def update(folder: Folder) -> dict[str, Any]:
-    """Read every run and write ``study_result.json`` anew; returns it.
-
-    A run's overlap with magnitude goes into its cell.json, where both masks are stored.
-    """
+    """Read every run and write ``study_result.json`` anew, and overlaps with magnitude into each cell.json."""
     with folder.locked("study", wait=True):
         plan = folder.plan()
         cells = {one.cell: one for one in finished_cells(plan, folder.finished()[0])}
@@ -77,7 +74,6 @@ def update(folder: Folder) -> dict[str, Any]:
 
 
 def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
-    """What the runs in ``folder`` say about ``plan``."""
     finished, damaged = folder.finished()
     every = finished_cells(plan, finished)
     metric = ACCURACY if every and not every[0].result["tokens"] else PERPLEXITY  # only text counts tokens
@@ -97,9 +93,7 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
         "metric": asdict(metric) | {"better": "higher" if metric.higher_is_better else "lower"},
         "rows": list(_rows(plan, counted, metric)),
         "failed": [asdict(cell) | {"message": why} for cell, why in reasons.items() if why],
-        "off_target": [
-            asdict(one.cell) | {"message": fault} for one, fault in zip(every, faults, strict=True) if fault
-        ],
+        "off_target": [asdict(one.cell) | {"message": why} for one, why in zip(every, faults, strict=True) if why],
         "num_runs": len(set(plan.owners.values())),
         "num_finished": len({one.files.name for one in every}),
         "round_ends": all(cell in done for cell in plan.cells if cell.seed in seeds),
@@ -107,7 +101,6 @@ def summary(folder: Folder, plan: StudyPlan) -> dict[str, Any]:
 
 
 def finished_cells(plan: StudyPlan, stored: Mapping[str, RunFiles]) -> list[Finished]:
-    """Every cell whose run has a whole result, in the plan's order."""
     pairs = [(cell, files) for cell in plan.ordered() if (files := stored.get(key_of(plan.run_of(cell))))]
     return [Finished(cell, files, files.load("result.json"), read_cell(files)) for cell, files in pairs]
 
@@ -163,8 +156,6 @@ def _beside(ours: Run, theirs: Run) -> list[str]:
 
 
 def _measured(group: Sequence[Finished], plan: StudyPlan) -> dict[str, Any]:
-    """Means over the runs of what was counted and timed."""
-
     def noted(name: str, runs: Sequence[Finished]) -> list[float]:
         return [value for one in runs if (value := one.notes.get(name)) is not None]
 

@@ -47,8 +47,6 @@ class Options:
 
 
 class Show(Protocol):
-    """Where a worker reports what it does."""
-
     def running(self, title: str, run: Run) -> AbstractContextManager[Progress]: ...
 
     def done(self, line: str, values: Mapping[str, Any]) -> None: ...
@@ -156,9 +154,8 @@ class Worker:
             write_json(run.out / "cell.json", notes)
 
         recorder = self.starts.recorder(run, () if run.resume else others)  # a resumed one may have begun elsewhere
-        result = train(
-            run, stopping_if_diverged(progress), data=self.data, start=start, after_step=recorder, finish=finish
-        )
+        show = stopping_if_diverged(progress)
+        result = train(run, show, data=self.data, start=start, after_step=recorder, finish=finish)
         if not self.options.keep_checkpoints:
             remove_checkpoints(run.out)
         quality = f"perplexity {result.perplexity:.3f}" if result.tokens else f"accuracy {result.accuracy:.2%}"
@@ -177,8 +174,6 @@ class Worker:
 
 
 def stopping_if_diverged(progress: Progress) -> Progress:
-    """``progress``, which ends a run whose loss is not finite any more."""
-
     def report(step: int, values: dict[str, Any]) -> None:
         for loss in (values.get("loss", 0.0), values.get("eval", {}).get("loss", 0.0)):
             if not math.isfinite(loss):
@@ -249,10 +244,7 @@ class Starts:
         return self.states[recipe, max(steps)] if steps else None
 
     def recorder(self, run: Run, others: Iterable[Run]) -> Callable[[Training], None]:
-        """Keeps states of ``run`` that ``others`` can begin from; starts that none of them needs are dropped.
-
-        To be called after each step.
-        """
+        """To be called after each step: keeps states that ``others`` can begin from, and drops those none needs."""
         wanted = [(_recipe(other), num_shared(other)) for other in others]
         self.states = {
             (key, step): start
@@ -274,9 +266,8 @@ class Starts:
                 return
             wall = seconds
             if step > number:  # as it would be without what only the first run of a process pays
-                seconds, wall = (
-                    (end - start) / (step - number) * step for start, end in ((before, seconds), (began, now))
-                )
+                taken = (seconds - before, now - began)
+                seconds, wall = (each / (step - number) * step for each in taken)
             state = training.state() | {"pruner": None, "seconds": seconds}
             lines = [line for line in read_metrics(training.run.out) if 0 < line["step"] <= step]
             lines = [line | zeros[line["step"]] if "eval" in line else line for line in lines]

@@ -1,6 +1,5 @@
 """The folder of a study: what was planned, what is finished, what failed, and which runs are claimed."""
 
-import fcntl
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 
 from ...files.atomic import is_part, write_atomically
 from ...files.json_file import is_deep, read_json, write_json
+from ...files.lock import try_lock
 from ..run_files import SLIM, RunFiles, slim_runs
 from ..schema import CELL, is_number
 from .study_plan import FORMAT, Cell, StudyPlan, canonical, extended, key_of
@@ -33,11 +33,9 @@ class Folder:
         return (self.path / "study.json").is_file()
 
     def run(self, cell: Cell) -> Path:
-        """Where a cell is trained."""
         return self.path / "runs" / cell.folder
 
     def plan(self) -> StudyPlan:
-        """The plan in study.json."""
         path = self.path / "study.json"
         if not path.is_file():
             raise ValueError(f"{self.path} is not a study: it has no study.json")
@@ -46,8 +44,6 @@ class Folder:
             raise ValueError(f"{path} has the format {values.get('format')!r}; this version reads {FORMAT}")
         try:
             return StudyPlan.from_json(values)
-        except KeyError as error:
-            raise ValueError(f"{path} cannot be read: it has no field {error}") from None
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -110,20 +106,16 @@ class Folder:
         return {key: run for key, run in ended.items() if key not in damaged}, damaged
 
     def failures(self) -> dict[str, dict[str, Any]]:
-        """What is known of the runs that failed, by the name of their folder."""
         return {name: run.load("failed.json") for name, run in self.runs().items() if run.has("failed.json")}
 
     @contextmanager
     def locked(self, name: str, *, wait: bool = False) -> Iterator[bool]:
         """Whether this process alone holds the lock ``name``; the system frees it if the process dies."""
-        (self.path / "locks").mkdir(parents=True, exist_ok=True)
-        with (self.path / "locks" / f"{name}.lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        path = self.path / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with try_lock(path, wait=wait) as is_locked:
+            yield is_locked is not False
 
 
 def damage(run: RunFiles) -> str:
@@ -142,7 +134,6 @@ def damage(run: RunFiles) -> str:
 
 
 def read_cell(run: RunFiles) -> dict[str, Any]:
-    """What cell.json says of a run; empty if there is none, ValueError where it is damaged."""
     return run.load_checked("cell.json", CELL) if run.has("cell.json") else {}
 
 
@@ -176,7 +167,6 @@ def _num_ones(packed: np.ndarray) -> int:
 
 
 def _read_masks(path: Path) -> tuple[dict[str, np.ndarray], dict[str, tuple[int, ...]]]:
-    """Packed bits and shapes by name."""
     from safetensors import SafetensorError, safe_open
 
     try:

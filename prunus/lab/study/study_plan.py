@@ -1,7 +1,4 @@
-"""A plan: one base run, its arms, and which of them are run at which sparsity with which seed.
-
-Runs with equal keys are the same computation, data with equal digests the same bytes.
-"""
+"""A plan: one base run, its arms, and which are run how; runs with equal keys are the same computation."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -24,7 +21,6 @@ NOT_SHARED = "out device save_every log_every track seed sparsity data validatio
 
 
 def shared_fields(base: Run) -> dict[str, Any]:
-    """Fields that all arms share."""
     values = {name: value for name, value in base.to_json().items() if name not in NOT_SHARED}
     if base.lr_schedule == "wsd" and base.decay is None:
         values["decay"] = DECAY
@@ -32,7 +28,6 @@ def shared_fields(base: Run) -> dict[str, Any]:
 
 
 def num_examples(run: Run) -> int:
-    """Windows or images that a run reads."""
     return run.total_steps * run.batch * run.accumulate
 
 
@@ -74,7 +69,6 @@ def digest(value: Any) -> str:
 
 
 def data_digests(base: Run) -> dict[str, str]:
-    """Digests of the bytes of the data and of the held-out file."""
     files = {"data": base.data} | ({"validation": str(base.validation)} if base.validation else {})
     return {name: _digest_of(spec) for name, spec in files.items()}
 
@@ -98,8 +92,6 @@ def _digest_of(spec: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One arm at one sparsity with one seed."""
-
     arm: str
     sparsity: float
     seed: int
@@ -144,7 +136,6 @@ class StudyPlan:
 
     @cached_property
     def hash(self) -> str:
-        """Hex string over everything that all arms share."""
         return digest({"base": shared_fields(self.base), "data": dict(self.data)})
 
     def ordered(self) -> list[Cell]:
@@ -210,7 +201,6 @@ class StudyPlan:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StudyPlan":
-        """The plan in a study.json; KeyError or ValueError where it lacks something or has something else."""
         check(values, STUDY, "", "it")
         arms, cells = [], []
         for arm in values["arms"]:

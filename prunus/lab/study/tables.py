@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...files.json_file import read_json
+from ...files.one_line import in_one_line
 from .intervals import written
 from .results import summary
 from .study_folder import Folder
@@ -67,7 +67,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words
 
 
 def measured_on(environment: Mapping[str, Any]) -> str:
-    """Machine and versions that a figure was made with."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return f"{environment['machine']}; Python {environment['python']}, {versions}"
 
@@ -75,13 +74,11 @@ def measured_on(environment: Mapping[str, Any]) -> str:
 def title_of(values: Mapping[str, Any]) -> str:
     metric = values["metric"]
     unit = " in per cent" if metric["scale"] != 1 else ""
-    return (
-        f"{metric['name']}{unit}, {metric['better']} is better; {values['num_finished']} of {values['num_runs']} runs"
-    )
+    done = f"{values['num_finished']} of {values['num_runs']} runs"
+    return f"{metric['name']}{unit}, {metric['better']} is better; {done}"
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """One row by HEADINGS."""
     shared = f", {row['at_once']} at once" if row["at_once"] > 1 else ""
     cost, decimals = "", row["decimals"]
     if row["cost"]:
@@ -126,7 +123,6 @@ def _plus_minus(value: float | None, decimals: int) -> str:
 
 
 def verdict_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each comparison."""
     for row in values["rows"]:
         if said := verdict_of(row):
             at = f" at {row['sparsity']:.1%}" if row["sparsity"] else ""
@@ -146,7 +142,6 @@ def notes_of(values: Mapping[str, Any], columns: Sequence[str] = HEADINGS) -> It
 
 
 def page(folders: Sequence[Path]) -> str:
-    """The page for these studies, in this order."""
     if not folders:
         raise ValueError("name the studies: prunus study page studies/*")
     plans = {path: Folder(path).plan() for path in folders if not (path / "compile.json").is_file()}
@@ -185,7 +180,7 @@ def _best_rows(name: str, values: Mapping[str, Any], plan: StudyPlan) -> Iterato
 def _section(folder: Folder, plan: StudyPlan, values: Mapping[str, Any]) -> str:
     environments: Counter[str] = Counter()
     for run in sorted(folder.finished()[0].values(), key=lambda run: run.name):
-        with _as_value_error(f"{run.path / 'run.json'} does not say where it was run"):
+        with in_one_line(f"{run.path / 'run.json'} does not say where it was run"):
             made = run.load("run.json")["environment"]
             environments[f"{measured_on(made)}; commit {made['commit']}"] += 1
     base = plan.base
@@ -219,19 +214,9 @@ def _notes_in(folder: Path) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-@contextmanager
-def _as_value_error(what: str) -> Iterator[None]:
-    """What a file of nonsense raises, as one line."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{what}: {error!r}") from error
-
-
 def compile_section(folder: Path) -> str:
-    """What torch.compile does to one training, by the compile.json of ``prunus profile --compare compile``."""
     path = folder / "compile.json"
-    with _as_value_error(f"{path} is not what prunus profile --compare compile writes"):
+    with in_one_line(f"{path} is not what prunus profile --compare compile writes"):
         values = read_json(path)
         eager, compiled, says = values["arms"]["eager"], values["arms"]["compile"], " ".join(values["says"])
         rows = [(name, write(eager), write(compiled)) for name, write in COMPILE_ROWS.items()]
