@@ -222,11 +222,7 @@ def masks_of(level: Level) -> Masks:
 
 
 def replaced_veto(result: Level, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
-    """Exactly ``sparsity`` of the weights, in the strategy's scope: of its candidates those within ``tau`` first.
-
-    The lowest scores go first. Where too few are within tau, the lowest scores beyond it follow, so that the count is
-    exact whatever the probe says.
-    """
+    """Exactly ``sparsity`` of the weights, in the strategy's scope: candidates within ``tau`` go first."""
     where = {source.name: bits.unpack(result.candidates[source.name], source.shape) for source in sources}
     scores = {source.name: source.all()[where[source.name]].float() for source in sources}
     top = max(float(each.max()) for each in scores.values() if len(each)) or 1.0
@@ -259,11 +255,7 @@ def vetoed_by_lot(result: Level, generator: torch.Generator) -> Masks:
 
 
 def exactly(scores: Scores, sparsity: float, generator: torch.Generator) -> Masks:
-    """The strategy's masks with exactly that sparsity over all weights.
-
-    Scopes round by row or layer, which can shift the sparsity by more than the effect under study. Here every
-    row or layer gives the whole number below its share, and lots decide which of them give one more.
-    """
+    """The strategy's masks at exactly that sparsity: each scope rounds down, and lots decide which give one more."""
     select = scores.method.select
     sources = scores.sources(select, sparsity, {})
     fewer = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]

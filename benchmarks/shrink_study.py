@@ -207,10 +207,7 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
 
 
 def torch_pruned_(model: nn.Module, images: Tensor, removed: Fraction) -> Callable[[], None]:
-    """Remove channels by Torch-Pruning, as its page shows: norms of groups, the same share of every layer.
-
-    Returns what brings the dense model back.
-    """
+    """Remove channels by Torch-Pruning, as its page shows; returns what brings the dense model back."""
     import torch_pruning
 
     def prune_(model: nn.Module, thousandths: int) -> nn.Module:

@@ -111,7 +111,6 @@ class Study(ABC):
         """Figures of the model to start from, then of each run, which starts from it anew."""
 
     def count(self, row: Row) -> str:
-        """What was removed, in words."""
         return f"{row['zeros']:,} zeros"
 
     def settings(self) -> dict[str, Any]:

@@ -57,10 +57,7 @@ def allocate(
 
 
 def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: Sequence[int]) -> list[int]:
-    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all; ``floor`` are dropped already.
-
-    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``.
-    """
+    """Numbers to drop near ``wish``, ``round(s N)`` in all: sparsities are shifted by one constant and clipped."""
     total, largest = round(sparsity * sum(sizes)), min(MOST, sparsity + NEAR)
     floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
     ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
@@ -83,11 +80,7 @@ def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Seq
 def _summing_to(
     total: int, values: Callable[[float], list[float]], floor: Sequence[int], ceiling: Sequence[int]
 ) -> list[int]:
-    """Whole numbers between ``floor`` and ``ceiling`` near ``values(x)``, for the x with which they sum to ``total``.
-
-    ``values`` rises with x, which is found by bisection; what rounding down leaves over goes to the largest
-    remainders. A total below the floors gives the floors.
-    """
+    """Whole numbers between ``floor`` and ``ceiling`` that sum to ``total``: near ``values(x)``, which rises with x."""
     if total <= sum(floor):
         return list(floor)
 

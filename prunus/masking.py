@@ -54,14 +54,10 @@ class Masking(ABC):
         """Hook into the optimizer's step."""
 
     def detach(self) -> None:
-        """Take the hooks off."""
         self._hooks.close()
 
     def start(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> bool:
-        """Begin with the masks given, or with the zeros of the weights; with None, with those that the optimizer has.
-
-        Whether it had some.
-        """
+        """Begin with these masks, the zeros of the weights or (None) those in the optimizer: True if it had some."""
         check_state(self.store.weights, self.optimizer)
         if masks is None:
             return self.store.read_state()
@@ -93,10 +89,7 @@ class Masking(ABC):
 
     @torch.no_grad()
     def mask_gradient(self, name: str) -> None:
-        """Zero the gradient of the pruned elements, unless nothing has written to it since that was last done.
-
-        (A write through ``grad.data`` is hidden from autograd's count of versions, and so from this.)
-        """
+        """Zero the gradient of the pruned elements, unless autograd has counted no write to it since then."""
         mask = self.store.bits.get(name)
         if mask is None or self.progress.is_regrowing or (grad := self.store.weights[name].grad) is None:
             return
@@ -113,9 +106,7 @@ class Masking(ABC):
                 "or use AdamWPrune"
             )
         if self.progress.is_regrowing:
-            raise ValueError(
-                "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
-            )
+            raise ValueError("a graph of this step would not mask gradients after the ramp; capture it after the ramp")
 
     def _zero_after_steps(self, always: bool) -> None:
         """Zero pruned weights after each step: always, or while they may come back."""

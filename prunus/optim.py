@@ -46,10 +46,7 @@ class Spam:
 
 
 def before_update(work: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
-    """A hook before steps that works right before the update: at once, or behind the closure that a step is given.
-
-    It is given what steps, which may have other groups than the optimizer.
-    """
+    """A hook right before the update, behind a closure if there is one; ``work`` is given the one that steps."""
 
     def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -21,10 +21,7 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # which cal
 
 
 def claim(owner: MaskStore, remove: Callable[[], None]) -> None:
-    """From now on no other owner may have these weights, and no other optimizer may step them.
-
-    Those that had some of them are removed by the method that they gave.
-    """
+    """Make these weights the owner's alone; owners that had some of them are removed, by their ``remove``."""
     for other, name in _owned(owner.weights.values(), by=lambda _: True):
         warnings.warn(
             f"{name} had a Pruner over another {type(other.optimizer).__name__}, which is now removed: step only the "
@@ -45,7 +42,6 @@ def _watch_steps() -> None:
 
 
 def release(owner: MaskStore) -> None:
-    """Others may have these weights now."""
     _OWNERS.pop(owner, None)
 
 

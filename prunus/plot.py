@@ -117,7 +117,6 @@ def svg(figure: Figure, title: str = "Chart of Prunus") -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to an .svg or a .png file."""
     check_picture(path)
     if path.suffix.lower() == ".svg":
         path.write_text(svg(figure), encoding="utf-8")

@@ -111,11 +111,7 @@ class StepLrFactors:
 
 
 class GroupLrFactors:
-    """Factors on the rates of an optimizer's weights, there only inside its step: others see the groups that they made.
-
-    The step runs on a shallow copy of the optimizer in which every weight with a factor stands in a group of its own,
-    so that nothing has to be undone where it fails.
-    """
+    """Factors inside an optimizer's step alone, which runs on a shallow copy with a group for each factor."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
         name = type(optimizer).__name__
@@ -172,10 +168,7 @@ class GroupLrFactors:
         return before_update(self._split)(optimizer, args, kwargs) or (args, kwargs)
 
     def _split(self, stepping: Optimizer) -> None:
-        """Give the copy groups of one factor each: a weight with a factor alone, the rest of a group together.
-
-        A factor on lr leaves lr * weight_decay as it is where decay is decoupled.
-        """
+        """Groups of one factor each for the copy; where decay is decoupled, lr * weight_decay stays as it is."""
         self._parts = []
         for group in self._source.param_groups:
             factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
@@ -222,7 +215,6 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def lr_factors_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepLrFactors | GroupLrFactors:
-    """How factors reach the step of this optimizer."""
     if isinstance(optimizer, AdamWPrune):
         return StepLrFactors(optimizer, weights)
     return GroupLrFactors(optimizer, weights)

@@ -84,9 +84,7 @@ class Regrow:
         more: dict[str, dict[str, Tensor]] = {}
         if self.by == "momentum" and any(buffer is not None for buffer in buffers.values()):
             if missing := [name for name, buffer in buffers.items() if buffer is None]:
-                raise ValueError(
-                    f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait"
-                )
+                raise ValueError(f"{missing[0]} has no momentum yet, as no gradient reached it; exclude it, or wait")
             more = {"exp_avg": buffers}
         return sources(weights, optimizer, REGROWTH[self.by], {}, more=more, shards=shards)
 
@@ -101,10 +99,9 @@ def regrown_masks(
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
-    ``live`` are packed bits, and how many are set in all. A ``share`` of the live weights changes places with pruned
-    ones, which ``back`` ranks: every group of the selector (all weights, a layer, a row) loses r live weights more than
-    its quota and gets back r of those that were pruned before: nothing that is pruned now comes back now. A weight with
-    a row that is sparser than its quota, as masks given at the start may be, swaps none.
+    ``live`` are packed bits, and how many are set in all. Every group of the selector loses a ``share`` of its live
+    weights more than its quota, and gets back as many of those that were pruned before, which ``back`` ranks. A weight
+    with a row that is sparser than its quota swaps none.
     """
     num_live = select.count_live(scores, *live)
     quotas, nums = select.quota_of(scores, sparsity, num_live), []

@@ -23,11 +23,7 @@ class ReloadGuard:
     """Looks at what was loaded before the next step, since what fits it may be loaded after it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        masking: Masking,
-        action: Literal["zero", "raise"],
-        masks: Mapping[str, Tensor] | str | None,
+        self, model: nn.Module, masking: Masking, action: str, masks: Mapping[str, Tensor] | str | None
     ) -> None:
         self.model, self.masking, self.store, self.action = model, masking, masking.store, action
         self._is_first = True  # no step has followed yet
@@ -50,7 +46,6 @@ class ReloadGuard:
         self._hooks.close()
 
     def note(self, *parts: LoadedPart) -> None:
-        """These were loaded."""
         self._loaded.update(parts)
 
     def note_pruner(self, masks: Mapping[str, Tensor]) -> None:
@@ -81,20 +76,13 @@ class ReloadGuard:
         self._loaded, self._is_first = set(), False
 
     def _may_miss_masks(self) -> bool:
-        """Whether the masks may not be those of the weights: before the first step, or with another optimizer's state.
-
-        A model that is loaded alone in a run may have zeros that came back. ``masks={}`` says that none are kept.
-        """
+        """Whether the masks may not be those of the weights: before a first step, or with a loaded optimizer."""
         if self._given is not None and not self._given:
             return False
         return "optimizer" in self._loaded or (self._is_first and self._given is None)
 
     def _check_zeros(self) -> bool:
-        """Whether no zeros are outside the masks, where a step would fill them; the pruner's state was not loaded.
-
-        It raises for zeros that the optimizer has trained around, since those were pruned, and warns of others. Those
-        outside the masks that came with an optimizer's state have come back.
-        """
+        """Whether no zeros lie outside the masks; an error if the optimizer trained around them, else a warning."""
         share = 0.0 if "masks" in self._loaded else self.store.share_of_unmasked_zeros(bits.CHUNK)
         if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
             raise ValueError(

@@ -102,7 +102,6 @@ class Tensors:
         return self._read(name, device, coded_of)
 
     def read_on_grid(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, OnGrid | None]:
-        """A tensor, and its grid if it is stored as codes."""
         if not self.is_coded(name):
             return self.read(name, device), None
         kept = self.read_coded(name, device)
@@ -161,10 +160,7 @@ def _open_all(path: Path, stack: ExitStack) -> Tensors:
 
 
 def located(path: Path) -> Path:
-    """The file or index that a file, an index or a folder stands for.
-
-    A file that was too large stands as its index: what was saved under a name is found under it.
-    """
+    """The file or index that a file, an index or a folder stands for; a file that was too large became an index."""
     if not path.is_dir():
         index = path.with_name(path.name + ".index.json")
         if not path.is_file() and not index.is_file():

@@ -56,7 +56,6 @@ class Header:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """The checked header of an open file; ValueError says what is wrong with it."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")

@@ -65,9 +65,7 @@ def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def in_memory(
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    grids: Mapping[str, OnGrid] | None = None,
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, grids: Mapping[str, OnGrid] | None = None
 ) -> TensorSource:
     """The tensors of a mapping; those that share all their memory are stored once, and a grid of one name is theirs."""
     first: dict[tuple, str] = {}

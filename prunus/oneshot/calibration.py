@@ -253,7 +253,6 @@ class Calibration:
 
 
 def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:
-    """What to do about a batch that a model cannot read."""
     if isinstance(batches, Dataset):
         return "if the dataset holds single samples, give DataLoader(dataset, batch_size=8)"
     inputs = batch[0] if isinstance(batch, tuple) else batch

@@ -38,11 +38,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calls:
-    """Modules without children in the order of their calls.
-
-    ``tensors``, by name, are those of modules that may be cut: called once, with tensors that no other module holds and
-    weights that are prunable. ``layers`` are the plain layers without groups among them.
-    """
+    """Leaf modules in the order of calls, named ``tensors`` of those that may be cut, plain ``layers`` among them."""
 
     order: list[nn.Module]
     tensors: dict[nn.Module, dict[str, Tensor]]
@@ -95,10 +91,7 @@ class Calls:
         counts: Iterable[Count],
         layout: str = "",
     ) -> Candidate:
-        """Units of the outputs (unit, row) of some layers that ``columns`` (unit, column) of another one read.
-
-        ``slices`` and ``counts`` are those beside the layers.
-        """
+        """Units of the outputs (unit, row) of some layers that ``columns`` (unit, column) of another one read."""
         name, places = self.layers[consumer].name, dict(slices)
         numbers = [*counts, *((consumer, key, columns.shape[1]) for key in INPUTS if hasattr(consumer, key))]
         for module, own in rows.items():

@@ -18,11 +18,7 @@ from .resources import Cost
 
 @dataclass(repr=False)
 class ChangedModel:
-    """What was done to a model; ``undo_`` restores it.
-
-    ``undo_``, ``apply_`` and ``dense`` raise if parameters were trained or cast afterwards. The model may move to
-    another device.
-    """
+    """What was done to a model. ``undo_``, ``apply_`` and ``dense`` raise if it was trained or cast; it may move."""
 
     level: Level
     model: nn.Module
@@ -33,6 +29,13 @@ class ChangedModel:
 
     def __post_init__(self) -> None:
         self._note_bits()
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), str(self.cost), *self.notes])
+
+    @property
+    def notes(self) -> list[str]:
+        return self.level.tuning_notes() + self.level.not_tuned
 
     @property
     def cost(self) -> Cost:

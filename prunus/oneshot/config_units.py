@@ -30,10 +30,7 @@ INSTEAD: dict[Kind, str] = {
 
 
 def config_plan(calibration: Calibration) -> Plan:
-    """Neurons and head groups of a model that has a configuration, checked on the first sample.
-
-    The model is as before at the end. ValueError where its configuration does not say what it is.
-    """
+    """Neurons and head groups of a configured model, checked on the first sample; the model stays as it is."""
     model = calibration.model
     assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
@@ -189,9 +186,7 @@ def _owners(model: nn.Module, dims: Mapping[str, int], field: UnitField) -> dict
         shared = {consumer: _shared(name, consumer) for consumer in consumers}
         nearest = [consumer for consumer in consumers if shared[consumer] == max(shared.values())]
         if name not in consumers and len(nearest) > 1:
-            raise ValueError(
-                f"{name} follows {field.path}, but of which layer is not clear: {' or '.join(nearest[:2])}"
-            )
+            raise ValueError(f"{name} follows {field.path}, but of which layer is unclear: {' or '.join(nearest[:2])}")
         if places[id(tensors[name])] > 1 or name not in persistent:
             why = "is shared by several layers" if name in persistent else "is computed and not stored"
             raise ValueError(f"{name} follows {field.path}, but {why}")

@@ -75,7 +75,6 @@ def _leave_hooks(model: nn.Module, memo: dict[int, Any]) -> list[tuple[dict[int,
 
 
 def _owner(value: Any) -> nn.Module | None:
-    """The module that a bound method belongs to."""
     owner = value.__self__ if isinstance(value, MethodType) else None
     return owner if isinstance(owner, nn.Module) else None
 
@@ -88,9 +87,7 @@ def _check_functions(model: nn.Module) -> None:
             function = value.__func__ if isinstance(value, MethodType) else getattr(value, "func", value)
             if isinstance(function, FunctionType) and _reaches(function, modules):
                 name = f"{path}.{key}".lstrip(".")
-                raise _refusal(
-                    model, f"{name} is a function that calls the model itself; restore the original method first"
-                )
+                raise _refusal(model, f"{name} is a function that calls the model itself; restore the original first")
 
 
 def _reaches(function: FunctionType, modules: set[nn.Module]) -> bool:

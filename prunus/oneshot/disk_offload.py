@@ -53,12 +53,10 @@ class DiskOffload:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters that are read from disk."""
         return self._homes.keys()
 
     @property
     def parameters(self) -> set[Tensor]:
-        """Those that are read from disk."""
         return {parameter for own in self._names.values() for parameter in own}
 
     def num_bytes(self, block: nn.Module) -> int:
@@ -150,7 +148,6 @@ class DiskOffload:
         self._take(name, parameter)
 
     def drop_view(self, name: str, parameter: nn.Parameter | None = None) -> None:
-        """Take back what was put last."""
         self._views[name].pop()
         self._take(name, parameter)
 

@@ -40,7 +40,6 @@ class FewerExperts:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the modules that hold the experts of a layer."""
         return list(dict.fromkeys(layer for layer, _ in self.slices.values()))
 
     @property
@@ -63,18 +62,13 @@ class FewerExperts:
 
 
 def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
-    """How the model differs from one without ``round(fraction * E)`` of the E experts of each layer.
-
-    ValueError where it has none, or where an expert is not one slice of each tensor.
-    """
+    """How the model differs from one without ``round(fraction * E)`` of the E experts of each layer, or ValueError."""
     inner = configs(getattr(model, "config", None))
     fields = {path + key: num for path, config in inner for key in COUNTS if (num := _count(config, key)) > 1}
     counts = set(fields.values())
     if len(counts) > 1:
         both = " and ".join(map(str, sorted(counts)))
-        raise ValueError(
-            f"{type(model).__name__} has parts with {both} experts per layer; only equal numbers can be cut"
-        )
+        raise ValueError(f"{type(model).__name__} has parts with {both} experts a layer; only equal numbers can be cut")
     nothing = (
         f"{type(model).__name__} has no experts to drop: it needs a tensor that stacks their matrices, and a config "
         f"that says their number as {', '.join(COUNTS[:-1])} or {COUNTS[-1]}"
@@ -166,10 +160,7 @@ class ExpertLayer:
 
 
 def drop_experts_(calibration: Calibration, fraction: float) -> tuple[list[ExpertLayer], Cuts]:
-    """Drop a number or fraction of the experts of each layer: those that are least important on the samples.
-
-    Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
-    """
+    """Drop a number or fraction of each layer's experts: the least important, equally many of each routing group."""
     plan = fewer_experts(calibration.model, float(fraction))
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)
@@ -258,7 +249,6 @@ class _Importance:
         return self._mask.flatten().bool()
 
     def layer(self, name: str) -> ExpertLayer:
-        """What was found for one layer, and which of its experts go."""
         plan, (added, num_tokens) = self.plan, self.totals[name]
         importance = added / num_tokens.clamp(min=1)
         if not num_tokens.any():

@@ -19,10 +19,7 @@ LOGITS = 200_000_000  # bytes of an evaluation
 
 
 def needs_of(calibration: Calibration, disk: DiskOffload, *, repairs: bool) -> tuple[str, dict[str, int]]:
-    """The memory that a model on disk will need, in words, and bytes by what takes them.
-
-    Its first block runs on one sample.
-    """
+    """The memory that a model on disk will need, in words and in bytes; its first block runs on one sample."""
     outside = [t for name, t in calibration.model.named_parameters() if name not in disk.names]
     parts = {
         "outside the blocks": sum(t.nbytes for t in dict.fromkeys([*outside, *calibration.model.buffers()])),

@@ -31,11 +31,7 @@ class Moments:
 
 
 class Gram:
-    """Sums up ``Moments`` batch by batch, in float32 or better.
-
-    Tokens are taken up in the order they come and multiplied in blocks of fixed size, so neither the size of
-    batches nor padding shows in the bits.
-    """
+    """Sums up ``Moments`` in blocks of fixed size: neither the size of batches nor padding shows in the bits."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

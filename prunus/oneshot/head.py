@@ -149,7 +149,6 @@ class _Pair:
             yield
 
     def losses(self) -> RowLosses:
-        """Of every token."""
         with self.products():
             parts = [self._losses_of(part) for part in self.parts(2)] or [self._losses_of(slice(0, 0))]
         return RowLosses(*map(torch.cat, zip(*parts, strict=True)))

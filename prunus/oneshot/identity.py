@@ -26,9 +26,7 @@ def identity(value: Any) -> str:
     try:
         return value if isinstance(value, str) else _text(value, {})
     except RecursionError:
-        raise ValueError(
-            f"{_name(value)} is nested too deeply for a resumed run to recognise it; leave out state"
-        ) from None
+        raise ValueError(f"{_name(value)} is nested too deeply for a resumed run to know it; leave out state") from None
 
 
 def _text(value: Any, seen: Seen) -> str:
@@ -51,7 +49,6 @@ def _text(value: Any, seen: Seen) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What makes an object what it is."""
     if isinstance(value, ModuleType):
         return [value.__name__]
     if isinstance(value, type):

@@ -28,10 +28,7 @@ Weights = Iterable[Weight] | Mapping[str, list[int]]  # or their fingerprint
 
 
 class Journal:
-    """The folder of one call: a file for each group of weights, block, model or trial of a search that is done.
-
-    Of several ranks the first one reads and writes; the others learn what it holds.
-    """
+    """The folder of one call: a file for each group, block or trial that is done, by the first rank alone."""
 
     def __init__(
         self,
@@ -87,9 +84,7 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
     path = folder / f"{kind}.json"
     if not path.is_file():
         if any(not is_part(path) for path in folder.iterdir()):
-            raise ValueError(
-                f"{folder} holds files of something else; repeat what left them, remove the folder, or give another"
-            )
+            raise ValueError(f"{folder} holds files of something else; repeat what left them, or give another folder")
         write_json(path, about)
         return
     before = read_json(path)

@@ -173,10 +173,7 @@ def windows(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
 
 
 def _spread(conv: nn.modules.conv._ConvTransposeNd, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-    """The input of the plain convolution with the same kernel that gives the same outputs, in reverse order.
-
-    Zeros stand between the inputs (stride) and around them (the kernel reaches beyond them).
-    """
+    """The input, with zeros in and around it, of a plain convolution with the same outputs in reverse order."""
     num_dims, x = len(conv.kernel_size), input.detach()
     how = conv.stride, conv.padding, conv.kernel_size
     more = conv._output_padding(x, output_size, *how, num_dims, conv.dilation)  # pyrefly: ignore[bad-argument-type]

@@ -47,7 +47,6 @@ class Level:
         return self.candidates[name] if name in self.candidates else self.live[name] & ~self.packed[name]
 
     def tuning_notes(self) -> list[str]:
-        """Sentences that say what tuning achieved."""
         notes = []
         if self.tuned:
             helped = sum(one.helped for one in self.tuned.values())

@@ -102,9 +102,7 @@ class Limit:
     def __post_init__(self) -> None:
         given = [value for value in (self.relative, self.absolute) if value is not None]
         if len(given) != 1 or not (math.isfinite(given[0]) and given[0] >= 0):
-            raise ValueError(
-                f"a limit must be either relative or absolute, and at least 0, got {self.relative}, {self.absolute}"
-            )
+            raise ValueError(f"a limit is either relative or absolute, from 0 on, got {self.relative}, {self.absolute}")
         if self.better not in ("lower", "higher"):
             raise ValueError(
                 f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}; for example "
@@ -126,10 +124,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One level: the sparsity aimed at and the one reached, the metric, and whether it was accepted.
-
-    ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
-    """
+    """One level: sparsity aimed at and reached, metric, whether it passed; tuning multiplied tau by ``scale``."""
 
     target: float
     sparsity: float

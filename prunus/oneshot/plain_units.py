@@ -28,10 +28,7 @@ WIDTHS = ("num_features", "num_parameters", "in_channels", "out_channels", "grou
 
 
 def plain_plan(calibration: Calibration) -> Plan:
-    """The units of the model, each layer with a width of its own.
-
-    Candidates come from its calls on the first sample, on which they are tried too.
-    """
+    """The units of the model, each layer with a width of its own, found and tried on the first sample."""
     assert not calibration.is_open, "its blocks may be on another device"
     calls = Calls.of(calibration)
     heads = list(_head_candidates(calibration.model, calls))
@@ -44,7 +41,6 @@ def plain_plan(calibration: Calibration) -> Plan:
 
 
 def _reasons(model: nn.Module, has_candidates: bool) -> dict[Kind, str]:
-    """Why there are no units of a kind, if there are none."""
     name = type(model).__name__
     heads = f"no module of {name} counts its heads ({', '.join(HEADS[:-1])}) beside layers for query, key and value"
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):

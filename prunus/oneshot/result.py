@@ -59,9 +59,6 @@ class Result(ChangedModel):
         of = f"{zeros:,} of {num:,} weights in {len(self.level.weights)} layers are zero"
         return f"Result({zeros / num:.4%}: {of}{_in_bits(self.level)}, {self.seconds:.1f} s)"
 
-    def __str__(self) -> str:
-        return "\n".join([repr(self), str(self.cost), *self.notes])
-
     @property
     def notes(self) -> list[str]:
         """Sentences that say what was tuned, what was not, and which layers could not be repaired or quantised."""
@@ -202,7 +199,6 @@ def _in_bits(level: Level) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few of the names, and how many others there are."""
     others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + others
 

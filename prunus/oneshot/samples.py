@@ -95,7 +95,6 @@ class Samples:
         return self.first + self.step * (sum(stack.size for stack in self.stacks[: chunk.stack]) + chunk.start + row)
 
     def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
-        """The samples of a chunk, repeated ``times`` times."""
         stack = self.stacks[chunk.stack]
         return repeated(rows(stack.tree, chunk.rows, stack.size), times, chunk.size)
 
@@ -155,7 +154,6 @@ def rows(tree: Tree, where: slice | Sequence[int], size: int) -> Tree:
 
 
 def repeated(tree: Tree, times: int, size: int) -> Tree:
-    """The same tree with all rows repeated ``times`` times."""
     if times == 1:
         return tree
     return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if has_rows(leaf, size) else leaf, tree)
@@ -182,11 +180,7 @@ def _room(leaf: Tensor, size: int, spill: Spill | None) -> Tensor | FileRows:
 
 
 def write_rows(into: Tree, tree: Tree, chunk: Chunk, size: int, spill: Spill | None = None) -> Tree:
-    """The tree of all ``size`` samples with the rows of a chunk copied to their places.
-
-    A leaf may have one row for all samples of a chunk, as a bias of positions; the tree stores it once until a chunk
-    comes with another.
-    """
+    """The tree of all ``size`` samples with a chunk's rows in their places; a row that all share is stored once."""
     wholes, spec = pytree.tree_flatten(into)
     parts = pytree.tree_leaves(tree)
     return pytree.tree_unflatten([_write(*pair, chunk, size, spill) for pair in zip(wholes, parts, strict=True)], spec)
@@ -206,7 +200,6 @@ def _write(whole: Any, part: Any, chunk: Chunk, size: int, spill: Spill | None) 
 
 
 def copied(tree: Tree) -> Tree:
-    """The same tree with cloned tensors."""
     return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, tree)
 
 
@@ -252,7 +245,6 @@ def named_parts(batch: Tree) -> dict[str, Any]:
 
 
 def mask_of(tree: Tree) -> Tensor | None:
-    """The attention mask (sample, token) of a batch, if it has one."""
     mask = named_parts(tree).get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
@@ -267,7 +259,6 @@ def num_tokens(tree: Tree) -> int:
 
 
 def shortened(tree: Tree, length: int) -> Tree:
-    """The first ``length`` tokens of each sample."""
     return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
 
 

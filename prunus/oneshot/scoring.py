@@ -116,7 +116,6 @@ class Scores:
         return [Shape(name, tuple(weight.parameter.shape), weight.outputs) for name, weight in self.weights.items()]
 
     def keep(self, select: Selector, sparsity: float, live: Packed) -> dict[str, Tensor]:
-        """Packed masks at ``sparsity`` within ``live``."""
         if select.group in ("row", "neighbours"):  # refuses weights without such rows before any pass
             select.quota(self.shapes(), sparsity)
         return select.packed(self.sources(select, sparsity, live), sparsity, live)
@@ -202,13 +201,7 @@ class _OnDisk(UserDict[str, Any]):
         return self.read(self.data[key]) if key == "weight" else self.data[key]
 
 
-def _lazy(
-    weight: Weight,
-    of: Callable[..., Tensor],
-    reads: dict[str, Tensor],
-    constants: dict[str, Any],
-    row: Score | None = None,
-) -> Lazy:
+def _lazy(weight: Weight, of: Callable[..., Tensor], reads: dict, constants: dict, row: Score | None = None) -> Lazy:
     values = weight.parameter.detach()
     reads_weight = row is None or "weight" in row.reads
     return Lazy(

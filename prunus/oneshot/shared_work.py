@@ -29,10 +29,7 @@ RankGroup = ProcessGroup | bool | None  # True: all ranks; None: this process al
 
 
 def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
-    """The ranks of a group, once all of them were called with the same arguments; None where there is only one.
-
-    Ranks may have devices and folders of their own; models and batches are compared when they were read.
-    """
+    """The ranks of a group, after a check that all got the same arguments, but their own; None if it is one."""
     if group is None or group is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):
@@ -42,9 +39,7 @@ def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
         )
     members = dist.group.WORLD if group is True else group
     if not isinstance(members, ProcessGroup):
-        raise ValueError(
-            f"group must be a process group that this rank belongs to, or True for all ranks, got {group!r}"
-        )
+        raise ValueError(f"group must be a process group that has this rank, or True for all ranks, got {group!r}")
     if dist.get_world_size(members) == 1:
         return None
     ranks = Ranks([members], [members])
@@ -135,7 +130,6 @@ def same(ranks: Ranks | None, value: T, device: torch.device | None = None) -> T
 
 
 def all_of(ranks: Ranks, value: T, device: torch.device | None = None) -> list[T]:
-    """The values of all ranks, in their order."""
     boxes = [b""] * ranks.size
     dist.all_gather_object(boxes, _packed(value), ranks.groups[0])
     return [_unpacked(box, device) for box in boxes]

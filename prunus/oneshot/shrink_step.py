@@ -29,11 +29,7 @@ STEPS = 30  # of conjugate gradients, in rows of weights of which some are zero 
 
 @dataclass(frozen=True)
 class Shrink:
-    """Removes the units that cost least from the layers that read them; other layers are left out.
-
-    Layers of one group must read the same units, which are then chosen for all of them together. Weights that are zero
-    stay zero.
-    """
+    """Removes the units that cost least, the same from all layers of a group; other layers, and zeros, stay."""
 
     places: Mapping[str, Tensor]  # by name of a weight: (units, columns) of its matrix (out, in) that belong to each
     num_removed: Mapping[str, int]

@@ -60,11 +60,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def seen_blocks(blocks: Mapping[Place, nn.Module]) -> Iterator[dict[Place, tuple[nn.Module, Identity]]]:
-    """Afterwards holds the blocks with weights that the pass in between reached, each with its identity.
-
-    ValueError where blocks share weights or run more than once. Some models call ``forward`` itself, so that hooks
-    would not see it.
-    """
+    """Afterwards holds the blocks with weights that the pass reached once, and their identities; or ValueError."""
     owners: dict[Tensor, Place] = {}
     for where, block in blocks.items():
         for parameter in block.parameters():

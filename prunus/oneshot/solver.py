@@ -38,11 +38,7 @@ def solve(
     clock: Clock | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Change]:
-    """Prune layers (out, in) that share their input: find which weights stay and their values together.
-
-    ``live`` are masks of the weights that may stay, by default those that are not zero. Of ``ranks`` each solves some
-    of the rows, which are all that ``choose`` gets there.
-    """
+    """Prune layers (out, in) that share their input: which weights stay, and their values; ``ranks`` share the rows."""
     clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments.num_tokens, len(moments.gram))
 
     rows = RowShare(weights, ranks)
@@ -183,10 +179,7 @@ def inverse_by_panels(factor: Tensor) -> Tensor:
 
 
 def least_squares(problem: Problem, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
-    """Least squares on a support, from ``values`` on.
-
-    A row whose error would rise by it (a dtype rounds) keeps its dense weights on the support.
-    """
+    """Least squares on a support, from ``values`` on; a row whose error would rise, by rounding, stays dense there."""
     return problem.candidate(descended(problem.gram, problem.targets, support, values, num_steps), support)
 
 

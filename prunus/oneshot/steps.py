@@ -36,10 +36,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Solve:
-    """Solves for the weights that stay; if no masks are known, also for which ones stay.
-
-    ``num_drop`` is how many weights of a layer go, if only that number matters: experts share it equally.
-    """
+    """Solves for the weights that stay, and which these are if masks are not known; experts share ``num_drop``."""
 
     repair: Repair
     choose: Choose | None = None  # where masks are not known

@@ -49,10 +49,7 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        """On the first sample, of which a model that has a configuration reads the first tokens.
-
-        ValueError where the model cannot read it.
-        """
+        """On the first sample, of a configured model its first tokens; ValueError where the model cannot read it."""
         with calibration.open(), eagerly():
             calibration.check_model()
         model, sample = calibration.model, calibration.samples.tree(Chunk(0, 0, 1))
@@ -61,10 +58,7 @@ class UnitCheck:
         return UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
-        """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
-
-        ``less`` is the model that a new configuration builds, where there is one.
-        """
+        """What is wrong without the units ``gone``, beside ``less``, as the class builds it; empty if nothing is."""
         cuts = Cuts.of_units(self.model, gone, numbers)
         try:
             cuts.apply_()

@@ -48,7 +48,6 @@ class Lazy:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the weight over all ranks."""
         return self.shard.global_shape if self.shard else tuple(self.shape)
 
     @property
@@ -87,7 +86,6 @@ class Lazy:
             yield start, self._score(reads, position)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Scores of the elements at ``positions`` of the flattened weight."""
         if self.formula is None:
             return self.all().reshape(-1)[positions]
         reads = {
@@ -105,7 +103,6 @@ class Lazy:
 
     @property
     def num_inputs(self) -> int:
-        """Elements of a whole row."""
         outputs = self.outputs or ()
         return math.prod(size for dim, size in enumerate(self.global_shape) if dim not in outputs)
 
@@ -117,7 +114,6 @@ class Lazy:
         return tensor.permute(_rows_first(self.outputs, tensor.ndim)).flatten(0, len(self.outputs) - 1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """A tensor (row, inputs...) in the shape of the weight."""
         return from_rows(rows, self.outputs or (), self.shape)
 
     def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -157,7 +153,6 @@ class Lazy:
         return scores.to(self.compared)
 
     def _placed(self, positions: Tensor) -> Tensor:
-        """Positions in the whole weight."""
         return self.shard.positions(positions) if self.shard else positions
 
     def _all_positions(self) -> Tensor:
@@ -169,6 +164,9 @@ class Lazy:
         first = start // inner
         rows = tensor.expand(self.shape).flatten(0, -2)[first : -(-stop // inner)]
         return rows.reshape(-1)[start - first * inner : stop - first * inner]
+
+
+Sources = Sequence[Lazy]  # of the weights that are cut together
 
 
 def stored(name: str, scores: Tensor) -> Lazy:

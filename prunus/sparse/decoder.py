@@ -43,9 +43,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; for greedy text, use do_sample=False"
-            )
+            raise ValueError(f"temperature must be above 0, got {self.temperature}; greedy text is do_sample=False")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -200,7 +198,6 @@ class Decoder:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError for a model that the decoder cannot run."""
     name = type(model).__name__
     if not hasattr(model, "prepare_inputs_for_generation") or not hasattr(model, "generation_config"):
         raise ValueError(f"the decoder runs causal language models of transformers; {name} is not one")

@@ -74,11 +74,7 @@ Finished = Callable[[Sequence[str], Probed], None]
 
 @dataclass(eq=False)
 class Prober:
-    """One probe of one model: the schedule over the engine's records.
-
-    ``candidates`` are packed bits of what a score would prune; ``num_prune`` is how many of each weight it would
-    prune at the sparsity itself, which only tau ``target`` reads.
-    """
+    """One probe of one model. ``candidates`` are packed bits; of each weight ``num_prune`` go at tau ``target``."""
 
     engine: Engine
     probe: Probe
@@ -116,7 +112,6 @@ class Prober:
 
     @torch.no_grad()
     def _reduced(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Copies of the weights with their candidates reduced."""
         weights = {name: self.weights[name].parameter.detach() for name in names}
         return {n: torch.where(self._where(n), weight * self.probe.reduction, weight) for n, weight in weights.items()}
 
