@@ -81,8 +81,6 @@ class Arm:
 
 @dataclass(frozen=True)
 class BitsFigures:
-    """All records of one model, and their arms."""
-
     figures: ModelFigures
     arms: Sequence[Arm]
 
@@ -155,7 +153,6 @@ def bands(arms: Sequence[Arm]) -> list[tuple[str, list[Arm]]]:
 
 
 def _answer(model: BitsFigures) -> str:
-    """A sentence of all that was measured."""
     said, ranges = [], bands(model.arms)
     for what, best in ranges:
         losses = dict.fromkeys(percent(arm.loss) for arm in (best[0], best[-1]))

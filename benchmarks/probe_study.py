@@ -45,8 +45,6 @@ Masks = Mapping[str, Tensor]  # True where the weight stays
 
 @dataclass(frozen=True)
 class StudyModel:
-    """A model of the study: how it is calibrated, probed and evaluated."""
-
     case: str
     about: str
     schedule: ProbeSchedule

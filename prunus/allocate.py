@@ -62,10 +62,8 @@ def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: S
     floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
     ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
     if sum(ceiling) < total:
-        raise ValueError(
-            f"a sparsity of {sparsity:g} cannot be reached if no layer may be sparser than {largest:g}; take a lower "
-            "one, or allocate='uniform'"
-        )
+        problem = f"a sparsity of {sparsity:g} cannot be reached if no layer may be sparser than {largest:g}"
+        raise ValueError(f"{problem}; take a lower one, or allocate='uniform'")
     return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
 
 

@@ -27,14 +27,12 @@ EAGER = "_experts_implementation"  # of a Hugging Face config: how experts are r
 class InputNorms(AbstractContextManager["InputNorms"]):
     """L2 norms of the inputs of each weight's module, over every forward pass while open.
 
-    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
-    element of the kernel window for a convolution. The modules themselves are left as they are.
-    Layers that gradient checkpointing runs again in the backward are counted once. Compiled models run eagerly
-    meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
+    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each element of the
+    kernel window for a convolution. Layers that gradient checkpointing runs again are counted once. Compiled models run
+    eagerly meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
 
-    In training (``mode`` is train) only modules in training mode count, and sums are float32. For a trained model
-    (eval) all modules count, and sums are float64 and do not depend on the batch size; ``mask`` (sample, token) says
-    which tokens count.
+    In training only modules in training mode count, and sums are float32. For a trained model (``mode`` is eval) sums
+    are float64 and do not depend on the batch size; ``mask`` (sample, token) says which tokens count.
     """
 
     def __init__(
@@ -114,11 +112,8 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-        what = (
-            f"the score reads input_norm, but it was not collected over all inputs of {', '.join(missing)}; exclude "
-            "them"
-        )
-        error = ValueError(what) if missing else None
+        problem = f"the score reads input_norm, but it was not collected over all inputs of {', '.join(missing)}"
+        error = ValueError(f"{problem}; exclude them") if missing else None
         if not self.ranks:
             if error is not None:
                 raise error
@@ -152,10 +147,8 @@ def check_inputs(weights: Sequence[Weight]) -> None:
         if not (is_linear or holds_experts(module, weight.parameter) or prunable_kind(module, weight.name)):
             odd.append(f"{weight.name} belongs to {type(module).__name__}")
     if odd:
-        raise ValueError(
-            f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}; exclude those "
-            "weights, or take a score that reads no inputs: magnitude"
-        )
+        problem = f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}"
+        raise ValueError(f"{problem}; exclude those weights, or take a score that reads no inputs: magnitude")
 
 
 def input_squares(

@@ -37,11 +37,7 @@ class Progress:
 
 
 class Masking(ABC):
-    """Keeps what the masks prune at zero while the optimizer trains.
-
-    When masks change, pruned weights and their optimizer state are zeroed. While pruned weights may come back,
-    their gradients reach the optimizer and their state is kept; only the weights are zeroed, after each step.
-    """
+    """Keeps pruned weights and their state at zero; while they may come back, the weights alone, after each step."""
 
     def __init__(self, store: MaskStore, progress: Progress, movement: Movement | None) -> None:
         self.store, self.optimizer = store, store.optimizer
@@ -101,10 +97,8 @@ class Masking(ABC):
     def check_captured(self, masks_change: bool) -> None:
         """Refuse a graph of a step that would leave out masks which come later, or never mask gradients."""
         if masks_change and any(name not in self.store.bits for name in self.store.weights):
-            raise ValueError(
-                "a graph of this step would miss the masks, which do not exist yet; capture it after the first event, "
-                "or use AdamWPrune"
-            )
+            problem = "a graph of this step would miss the masks, which do not exist yet"
+            raise ValueError(f"{problem}; capture it after the first event, or use AdamWPrune")
         if self.progress.is_regrowing:
             raise ValueError("a graph of this step would not mask gradients after the ramp; capture it after the ramp")
 

@@ -83,11 +83,9 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     whose = ranks.each(folded(list(packed)))
     odd = [rank for rank, number in enumerate(whose) if whose.count(number) == 1]
     where = f" (rank {', '.join(map(str, odd))})" if 0 < len(odd) < len(whose) else ""
-    raise ValueError(
-        f"ranks with copies of the same weights found different masks{where}: their weights or optimizer states have "
-        "drifted apart, or they train different models; in that case pass group=, the ranks that train one model; "
-        "nothing was pruned"
-    )
+    problem = f"ranks with copies of the same weights found different masks{where}, and nothing was pruned"
+    cause = "their weights or optimizer states have drifted apart, or they train different models"
+    raise ValueError(f"{problem}: {cause}; in that case pass group=, the ranks that train one model")
 
 
 def _hash_of_bits(packed: Tensor) -> Tensor:
@@ -103,10 +101,8 @@ def packed_masks(
     """Packed bits of a user's boolean masks, which must fit the weights."""
     for name, mask in masks.items():
         if name not in weights:
-            raise ValueError(
-                f"there is a mask for {name!r}, which is not a prunable weight; prunable weights are: "
-                f"{', '.join(weights)}"
-            )
+            problem = f"there is a mask for {name!r}, which is not a prunable weight"
+            raise ValueError(f"{problem}; prunable weights are: {', '.join(weights)}")
         if mask.shape != weights[name].shape:
             raise ValueError(f"the mask of {name} needs shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}")
     blocks = {name: local_block(mask, weights[name], shards[name] if shards else None) for name, mask in masks.items()}

@@ -52,10 +52,8 @@ def check_free(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Non
         return other in _held(optimizer) or optimizer in _held(other)
 
     if owned := _owned(weights.values(), step_together):
-        raise ValueError(
-            f"{owned[0][1]} is already pruned by another Pruner; call .remove() on the first, or leave its weights out "
-            "with exclude="
-        )
+        problem = f"{owned[0][1]} is already pruned by another Pruner"
+        raise ValueError(f"{problem}; call .remove() on the first, or leave its weights out with exclude=")
 
 
 def check_owner(optimizer: Optimizer, *_: object) -> None:
@@ -71,11 +69,9 @@ def check_owner(optimizer: Optimizer, *_: object) -> None:
         return other not in _held(optimizer) and other not in _stepping()
 
     if owned := _owned(parameters, is_alone):
-        raise ValueError(
-            f"{owned[0][1]} belongs to another optimizer's Pruner, and steps of this {type(optimizer).__name__} would "
-            "fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
-            "masks='zeros' to keep the zeros"
-        )
+        problem = f"{owned[0][1]} belongs to another optimizer's Pruner"
+        harm = f"steps of this {type(optimizer).__name__} would fill its zeros; call pruner.remove() and make a Pruner"
+        raise ValueError(f"{problem}, and {harm} for the optimizer that you step, with masks='zeros' to keep the zeros")
     if all(stepping is optimizer for stepping in _stepping()):  # else it may step alone later
         _CHECKED[optimizer] = num
 

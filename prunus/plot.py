@@ -91,7 +91,6 @@ def recovery_chart(points: Sequence[tuple[int, float | None]], levels: Mapping[s
 
 
 def _axes(width: float, height: float, titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    """A new figure and its axes, one above the other."""
     check_matplotlib()
     from matplotlib import figure
 

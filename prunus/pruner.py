@@ -107,10 +107,8 @@ class Pruner:
         validation.check_options(locals())
         optimizer = unwrapped(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); got "
-                f"{type(model).__name__} and {type(optimizer).__name__}"
-            )
+            problem = "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...)"
+            raise ValueError(f"{problem}; got {type(model).__name__} and {type(optimizer).__name__}")
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule = select, schedule
@@ -298,10 +296,8 @@ class Pruner:
         in its own shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
         """
         if unpacked is False and self._shards:
-            raise ValueError(
-                "masks of DTensors cannot be packed, since the bits do not say which shard they belong to; pass "
-                "unpacked=True"
-            )
+            problem = "masks of DTensors cannot be packed, since the bits do not say which shard they belong to"
+            raise ValueError(f"{problem}; pass unpacked=True")
         if unpacked is None:
             unpacked = any(map(is_dtensor, self._weights.values()))
         masks = {name: mask.clone() for name, mask in self._bits.items()}

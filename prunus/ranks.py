@@ -75,7 +75,6 @@ class Ranks:
         return sums[:-1].view(counts.shape)
 
     def agree(self, failed: Exception | None = None) -> None:
-        """Raise on all ranks if one has failed."""
         self.total(torch.zeros(0, dtype=torch.int64), failed)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -143,10 +142,8 @@ def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -
         if is_dtensor(tensor) and tensor.device_mesh not in meshes:  # pyrefly: ignore[missing-attribute]
             meshes.append(tensor.device_mesh)  # pyrefly: ignore[missing-attribute]
             if len(meshes) > 1:
-                raise ValueError(
-                    f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}, others on {meshes[0]}; "
-                    "leave it out with exclude=, or use the same mesh for all"
-                )
+                problem = f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}"
+                raise ValueError(f"{problem}, others on {meshes[0]}; leave it out with exclude=, or use one mesh")
     if meshes:
         [mesh] = meshes
         if mesh.size() == 1:

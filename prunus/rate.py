@@ -43,10 +43,8 @@ class Rate:
 
     def __post_init__(self) -> None:
         if not isinstance(self.power, int | float) or not 0 <= self.power <= 2:
-            raise ValueError(
-                f"power must lie in [0, 2], got {self.power!r}; 0 leaves learning rates alone, 1 divides them by the "
-                "density"
-            )
+            problem = f"power must lie in [0, 2], got {self.power!r}"
+            raise ValueError(f"{problem}; 0 leaves learning rates alone, 1 divides them by the density")
         if not 0 < self.floor <= 1:
             raise ValueError(f"floor, the lowest density that counts, must lie in (0, 1], got {self.floor}")
 
@@ -126,11 +124,10 @@ class GroupLrFactors:
             if names:
                 is_decoupled(optimizer, group)
             if names and others and not is_torchs:
-                raise ValueError(
-                    f"rate= needs every prunable weight in its own parameter group, but {names[0]} shares one with "
-                    f"{others} more; use {name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or "
-                    "AdamWPrune (a Trainer takes either as optimizers=(optimizer, None))"
-                )
+                problem = f"rate= needs every prunable weight in its own parameter group, but {names[0]} shares one"
+                advice = f"use {name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or AdamWPrune"
+                where = "a Trainer takes either as optimizers=(optimizer, None)"
+                raise ValueError(f"{problem} with {others} more; {advice} ({where})")
         self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
         self._before: dict[str, Any] = {}  # the copy's attributes as they were
         # a group of the source, a part of it, that part before the step, and the factors in it
@@ -157,10 +154,8 @@ class GroupLrFactors:
         if optimizer is not self.optimizer:  # the copy, whose step calls that of a parent class
             return None
         if is_capturing():
-            raise ValueError(
-                "a graph of this step would freeze the learning rates at the current densities; use AdamWPrune with "
-                "rate="
-            )
+            problem = "a graph of this step would freeze the learning rates at the current densities"
+            raise ValueError(f"{problem}; use AdamWPrune with rate=")
         self._source, self._stepping = args[0], object.__new__(type(optimizer))
         self._before = {**vars(self._source)}
         vars(self._stepping).update(self._before)
@@ -208,10 +203,8 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         return bool(group.get("decoupled_weight_decay", False))
     if kinds & COUPLED or not group.get("weight_decay"):
         return False
-    raise ValueError(
-        f"rate= must not change weight decay, but it is unknown how {type(optimizer).__name__} decays; set "
-        "weight_decay=0 for the pruned weights, or use AdamWPrune or torch.optim.AdamW"
-    )
+    problem = f"rate= must not change weight decay, but it is unknown how {type(optimizer).__name__} decays"
+    raise ValueError(f"{problem}; set weight_decay=0 for the pruned weights, or use AdamWPrune or torch.optim.AdamW")
 
 
 def lr_factors_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepLrFactors | GroupLrFactors:

@@ -70,11 +70,10 @@ class Regrow:
         keys = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
         needed = set(self.reads) - {"grad"}
         if not needed <= keys and not (self.by == "momentum" and "momentum_buffer" in keys):
-            raise ValueError(
-                f"regrow by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
-                f"{', '.join(sorted(keys - {'mask', 'step'})) or 'nothing'}; use AdamW, Adam, NAdam or AdamWPrune, or "
-                "by='gradient'"
-            )
+            kept = ", ".join(sorted(keys - {"mask", "step"})) or "nothing"
+            problem = f"{' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps {kept}"
+            advice = "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
+            raise ValueError(f"regrow by {self.by} reads {problem}; {advice}")
 
     def sources(
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None

@@ -85,23 +85,15 @@ class ReloadGuard:
         """Whether no zeros lie outside the masks; an error if the optimizer trained around them, else a warning."""
         share = 0.0 if "masks" in self._loaded else self.store.share_of_unmasked_zeros(bits.CHUNK)
         if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
-            raise ValueError(
-                f"{share:.0%} of the weights are zero but in no mask, so this step would fill them; to continue a run, "
-                "also call pruner.load_state_dict; otherwise make the Pruner after loading, with masks='zeros' to keep "
-                "the zeros or masks={} to fill them"
-            )
+            problem = f"{share:.0%} of the weights are zero but in no mask, so this step would fill them"
+            advice = "to continue a run, also call pruner.load_state_dict; otherwise make the Pruner after loading"
+            raise ValueError(f"{problem}; {advice}, with masks='zeros' to keep the zeros or masks={{}} to fill them")
         if share > FEW:
-            warnings.warn(
-                f"{share:.0%} of the weights are zero already, and the first step fills them; Pruner(..., "
-                "masks='zeros') keeps them zero",
-                stacklevel=2,
-            )
+            problem = f"{share:.0%} of the weights are zero already, and the first step fills them"
+            warnings.warn(f"{problem}; Pruner(..., masks='zeros') keeps them zero", stacklevel=2)
         if "masks" in self._loaded and self.masking.progress.step == 0:
-            warnings.warn(
-                "the masks came with the optimizer's state, but the schedule starts at step 0; to continue a run, also "
-                "call pruner.load_state_dict",
-                stacklevel=2,
-            )
+            problem = "the masks came with the optimizer's state, but the schedule starts at step 0"
+            warnings.warn(f"{problem}; to continue a run, also call pruner.load_state_dict", stacklevel=2)
         return share <= FEW
 
     def _check_forgotten(self) -> None:
@@ -110,17 +102,11 @@ class ReloadGuard:
         keeps_state = any(group.get("momentum", True) for group in optimizer.param_groups)  # all but plain SGD
         is_trained = "optimizer" in self._loaded or has_trained(self.store.weights, optimizer)
         if self._is_first and self._zeroed and is_trained and "model" not in self._loaded:
-            warnings.warn(
-                f"the pruner continues from step {step}, but {self._zeroed} was not zero where its masks prune; to "
-                "continue a run, also call model.load_state_dict",
-                stacklevel=2,
-            )
+            problem = f"the pruner continues from step {step}, but {self._zeroed} was not zero where its masks prune"
+            warnings.warn(f"{problem}; to continue a run, also call model.load_state_dict", stacklevel=2)
         if step and keeps_state and not is_trained:
-            warnings.warn(
-                f"the pruner continues from step {step}, but the optimizer has no state; to continue a run, also call "
-                "optimizer.load_state_dict",
-                stacklevel=2,
-            )
+            problem = f"the pruner continues from step {step}, but the optimizer has no state"
+            warnings.warn(f"{problem}; to continue a run, also call optimizer.load_state_dict", stacklevel=2)
 
     def _has_only_zeros(self) -> bool:
         """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""

@@ -225,17 +225,13 @@ class NofM(_WithinRows):
     def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         num_drop = self.m - self.n if sparsity else 0
         if sparsity and abs(sparsity - self.sparsity) >= 1e-9:
-            raise ValueError(
-                f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
-                f"give prune() sparsity={self.sparsity:g}, a Pruner OneShot({self.sparsity:g}, at=...) or "
-                f"Constant({self.sparsity:g})"
-            )
+            own = self.sparsity
+            problem = f"{self.n}:{self.m} is a sparsity of {own:g}, but {sparsity:g} was asked for; give prune()"
+            raise ValueError(f"{problem} sparsity={own:g}, a Pruner OneShot({own:g}, at=...) or Constant({own:g})")
         for shape in shapes:
             if sparsity and shape.num_inputs % self.m:
-                raise ValueError(
-                    f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide; "
-                    "exclude it, or choose another N:M"
-                )
+                problem = f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide"
+                raise ValueError(f"{problem}; exclude it, or choose another N:M")
         return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
 
     def cut(self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live = None) -> dict[str, Tensor]:

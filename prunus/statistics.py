@@ -128,15 +128,11 @@ def moment(name: str, weight: Weight, optimizer: Optimizer) -> Tensor:
         return local(tensor)
     kept = [key for key in state if key not in ("step", "mask")]
     if not kept and (weight.parameter.grad is None or any(name in other for other in optimizer.state.values())):
-        raise ValueError(
-            f"{weight.name} has no Adam state yet, since no gradient has reached it, so a score that reads {name} "
-            "cannot rank it; begin later, exclude it, or pass no_gradient='dense'"
-        )
-    raise ValueError(
-        f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'} for "
-        f"{weight.name}; "
-        "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune), or the score magnitude or movement"
-    )
+        problem = f"{weight.name} has no Adam state yet, since no gradient has reached it, so a score that reads {name}"
+        raise ValueError(f"{problem} cannot rank it; begin later, exclude it, or pass no_gradient='dense'")
+    problem = f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'}"
+    advice = "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune)"
+    raise ValueError(f"{problem} for {weight.name}; {advice}, or the score magnitude or movement")
 
 
 def _read(name: str, weight: Weight, optimizer: Optimizer, more: Mapping[str, Mapping[str, Tensor]]) -> Tensor:

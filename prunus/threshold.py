@@ -1,11 +1,9 @@
 """The exact cut: which of all scores of many weights are the k smallest, whether one process holds them or many ranks.
 
-The smallest are dropped; among equal scores the first in the order of the weights, then of the positions in the
-weight, is dropped first, whoever holds it. What is not live is dropped already: it is counted, never ranked.
-
-Each rank reads its own scores once: a sample brackets the threshold, and only what falls into the bracket is ranked.
-Nothing but counts leaves a rank, so that masks are those of one process, to the bit. One process is the case in which
-there is nothing to add; on a GPU it leaves all of the cut to kernels.
+Among equal scores the first in the order of the weights, then of the positions in the weight, is dropped first, whoever
+holds it. What is not live is dropped already: it is counted, never ranked. Each rank reads its own scores once: a
+sample brackets the threshold, and only what falls into the bracket is ranked. Nothing but counts leaves a rank. One
+process is the case in which there is nothing to add; on a GPU it leaves all of the cut to kernels.
 """
 
 import math

@@ -107,7 +107,6 @@ def read_shard(folder: Path, block: StoredBlock) -> Any:
 
 
 def read_tensor(folder: Path, entry: Entry) -> Tensor:
-    """The whole tensor of an entry; ValueError if blocks of it are missing."""
     assert entry.size is not None
     check_complete(folder, entry)
     blocks = [read_shard(folder, block) for block in entry.shards]

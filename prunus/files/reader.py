@@ -30,8 +30,6 @@ SWAPS = 100  # of a folder by other writers while its files are opened
 
 @dataclass(frozen=True)
 class TensorFile:
-    """An open file, its checked header, and what it says of its tensors."""
-
     path: Path
     fd: int
     header: Header

@@ -23,8 +23,6 @@ from .shared_work import agreed, all_of
 
 @dataclass(frozen=True)
 class Channels:
-    """How many values of each channel a norm has read, their mean and their variance."""
-
     num: int
     mean: Tensor
     var: Tensor

@@ -18,8 +18,7 @@ PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matr
 class Moments:
     """Second moments of the inputs X (in, tokens) that a group of layers shares, summed over tokens, and means.
 
-    ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None
-    where X_d = X.
+    ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None where X_d = X.
     """
 
     gram: Tensor  # X X^T, (in, in)

@@ -83,10 +83,8 @@ def _source(value: Any) -> str:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
-        raise ValueError(
-            f"{_name(value)} has no source by which a resumed run could recognise it; define it in a file, or leave "
-            "out state"
-        ) from None
+        problem = f"{_name(value)} has no source by which a resumed run could recognise it"
+        raise ValueError(f"{problem}; define it in a file, or leave out state") from None
 
 
 def _name(value: Any) -> str:

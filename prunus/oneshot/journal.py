@@ -70,10 +70,8 @@ class Journal:
         if self._last is None or self._last[0] != file:
             self._last = None
             if (content := self._content(file, names)) is None:
-                raise ValueError(
-                    f"{self.folder / file}.pt, which holds changed weights, is missing or damaged; repeat the call: it "
-                    "redoes only what this file held"
-                )
+                problem = f"{self.folder / file}.pt, which holds changed weights, is missing or damaged"
+                raise ValueError(f"{problem}; repeat the call: it redoes only what this file held")
             self._last = file, content
         return self._last[1]
 
@@ -99,8 +97,6 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
 
 
 class SearchJournal:
-    """The folder of one search: of a model with these weights, with these settings."""
-
     def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
         self.journal = Journal(folder, settings, weights.values(), "search")
         self.folder, self.weights = self.journal.folder, weights

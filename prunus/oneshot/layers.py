@@ -48,7 +48,6 @@ def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Mo
 
 
 def _held(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Modules that hold each weight, and its name in them."""
     names = {weight.parameter: weight.name for weight in weights}
     held: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():

@@ -156,7 +156,6 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _choose_rows(where: Tensor, first: Candidate, second: Candidate) -> Candidate:
-    """Rows of ``first`` where told, else of ``second``."""
     return Candidate(
         torch.where(where.unsqueeze(1), first.weight, second.weight),
         torch.where(where.unsqueeze(1), first.support, second.support),

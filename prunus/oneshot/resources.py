@@ -75,7 +75,6 @@ class Cost:
         self.peak_bytes = max(one.peak_bytes for one in ranks)
 
     def add_(self, other: "Cost") -> None:
-        """Take in what an earlier call has cost."""
         self.seconds += other.seconds
         parts = {**other.parts, **self.parts}
         self.parts = {part: self.parts.get(part, 0.0) + other.parts.get(part, 0.0) for part in parts}

@@ -170,10 +170,9 @@ class Result(ChangedModel):
             if weight.module._parameters.get("weight", weight) is None:
                 raise ValueError(f"{name} is in a sparse layer: call unsparsify_(model) first")
             if all(p is not weight.parameter for p in weight.module.parameters()):
-                raise ValueError(
-                    f"{name} is no longer the parameter that was pruned: it was replaced, for example by "
-                    "load_state_dict(..., assign=True); load the weights without assign, or the dense ones"
-                )
+                problem = f"{name} is no longer the parameter that was pruned: it was replaced, as by"
+                advice = "load the weights without assign, or the dense ones"
+                raise ValueError(f"{problem} load_state_dict(..., assign=True); {advice}")
 
 
 @dataclass(repr=False)

@@ -127,7 +127,6 @@ class LargestOfAll:
         }
 
     def _own(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """This rank's part of a vector of all ranks."""
         return whole.split(list(sizes))[self.ranks.rank]
 
     def _numbers(self, own: Sequence[Mapping[str, int]]) -> list[dict[str, list[int]]]:

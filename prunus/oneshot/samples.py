@@ -24,8 +24,6 @@ Tree = Any  # tensors in tuples, lists and dicts
 
 @dataclass(frozen=True)
 class Stack:
-    """Samples of equal shapes, stacked."""
-
     tree: Tree
     size: int
 
@@ -104,10 +102,8 @@ def check_batches(batches: Any) -> None:
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be an iterable of batches, got a single batch; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
-        raise ValueError(
-            f"batches must be an iterable of batches, got {batches!r}; pass the sparsity by name: prune(model, "
-            "sparsity=0.5)"
-        )
+        problem = f"batches must be an iterable of batches, got {batches!r}"
+        raise ValueError(f"{problem}; pass the sparsity by name: prune(model, sparsity=0.5)")
 
 
 def is_empty(batches: Any) -> bool:
@@ -120,10 +116,8 @@ def samples_of(batches: Iterable[Any]) -> Samples:
     stacks = []
     for batch in batches:
         if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(plain_batch(batch)))):
-            raise ValueError(
-                f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
-                "pass DataLoader(dataset, batch_size=8)"
-            )
+            problem = f"batches must be an iterable of batches, got {type(batches).__name__}"
+            raise ValueError(f"{problem}, a dataset of single samples; pass DataLoader(dataset, batch_size=8)")
         stacks.append(_stack(batch))
     samples = Samples(_merged(stacks))
     if not samples.stacks:
@@ -276,18 +270,14 @@ def _stack(batch: Any) -> Stack:
             f"{type(batch).__name__} {'without rows' if sizes else 'without a tensor; convert lists to tensors'}"
         )
     if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
-        raise ValueError(
-            "a pair is (input, target), but this target looks like an attention mask: 0 or 1 for every token; give a "
-            "dict: {'input_ids': ids, 'attention_mask': mask}, or {'input_ids': ids, 'labels': labels} for labels"
-        )
+        problem = "a pair is (input, target), but this target looks like an attention mask: 0 or 1 for every token"
+        raise ValueError(f"{problem}; give a dict: {{'input_ids': ids, 'attention_mask': mask}}, or one with 'labels'")
     inputs = tree[0] if isinstance(tree, tuple) else tree
     for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
         is_packed = isinstance(name, str) and (name.startswith("pixel_values") or name.endswith("grid_thw"))
         if is_packed and isinstance(leaf, Tensor) and sizes[0] > 1 and not has_rows(leaf, sizes[0]):
-            raise ValueError(
-                f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which cannot be assigned to "
-                "samples; give batches of one sample each"
-            )
+            problem = f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows"
+            raise ValueError(f"{problem}, which cannot be assigned to samples; give batches of one sample each")
     return Stack(tree, sizes[0])
 
 

@@ -39,10 +39,9 @@ def _row(score: ScoreLike) -> Score | None:
         return None
     row = score_of(score, {})
     if missing := [name for name in row.reads if name not in READABLE] + [n for n in row.settings if n != "name"]:
-        raise ValueError(
-            f"{score} reads {missing[0]}, which a trained model without its optimizer does not have; "
-            "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
-        )
+        problem = f"{score} reads {missing[0]}, which a trained model without its optimizer does not have"
+        advice = "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
+        raise ValueError(f"{problem}; {advice}")
     return row
 
 
@@ -127,10 +126,8 @@ class Scores:
         moments, row = self.method.moments, SCORES["bitter7"]
         for name, weight in self.weights.items():
             if name not in moments or moments[name].shape != weight.parameter.shape:
-                raise ValueError(
-                    "allocate='moments' reads Adam's second moments (exp_avg_sq) by name, but moments= has none of "
-                    f"{name}; pass them, or take allocate='fisher'"
-                )
+                problem = "allocate='moments' reads Adam's second moments (exp_avg_sq) by name"
+                raise ValueError(f"{problem}, but moments= has none of {name}; pass them, or take allocate='fisher'")
         reads = [moments[w.name].to(w.parameter.device, torch.float32) for w in self.weights.values()]
         both = zip(self.weights.values(), reads, strict=True)
         return [_lazy(weight, row.of, {"exp_avg_sq": squares}, {}, row) for weight, squares in both]

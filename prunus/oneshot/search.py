@@ -166,7 +166,6 @@ class _Search:
         self.kept.append(_Kept(target, prune_to(self.scores, target, within=self.live, masks=masks), trial))
 
     def _apply(self, kept: _Kept) -> None:
-        """Prune as a level that is known did."""
         self._to_dense()
         self.kept.append(kept)
         kept.level.apply_()

@@ -33,10 +33,8 @@ def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
     if group is None or group is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "group divides the work among ranks, but there is no process group: start the program with torchrun and "
-            "call torch.distributed.init_process_group() first, or leave out group"
-        )
+        problem = "group divides the work among ranks, but there is no process group: start the program with torchrun"
+        raise ValueError(f"{problem} and call torch.distributed.init_process_group() first, or leave out group")
     members = dist.group.WORLD if group is True else group
     if not isinstance(members, ProcessGroup):
         raise ValueError(f"group must be a process group that has this rank, or True for all ranks, got {group!r}")
@@ -56,14 +54,11 @@ def _digest(value: Any) -> str:
 
 
 def check_same(ranks: Ranks, digests: Mapping[str, str]) -> None:
-    """Raise on all ranks if one has another digest of something."""
     first, *others = all_of(ranks, dict(digests))
     for number, other in enumerate(others, 1):
         if differing := [name for name in first if other.get(name) != first[name]]:
-            raise ValueError(
-                f"rank {number} and rank 0 have different {differing[0]}; give all ranks the same model, batches and "
-                "options"
-            )
+            problem = f"rank {number} and rank 0 have different {differing[0]}"
+            raise ValueError(f"{problem}; give all ranks the same model, batches and options")
 
 
 def check_same_inputs(ranks: Ranks, model: nn.Module, samples: Callable[[], Samples] | None) -> None:
@@ -121,7 +116,6 @@ def of_first(ranks: Ranks | None, work: Callable[[], T], device: torch.device | 
 
 
 def same(ranks: Ranks | None, value: T, device: torch.device | None = None) -> T:
-    """The value that the first rank has; its tensors on ``device``."""
     if ranks is None:
         return value
     box = [_packed(value) if ranks.rank == 0 else b""]

@@ -64,10 +64,8 @@ class Shrink:
     def _check(self, weights: Mapping[str, Tensor], layers: Layers) -> None:
         (some, *others), num_moments = weights, len(layers.moments)
         if num_moments > 1:
-            raise ValueError(
-                f"units can be removed only from layers with one input, but {some} reads {num_moments} (a grouped "
-                "convolution, an attention or a stack of experts); leave it out"
-            )
+            problem = f"units can be removed only from layers with one input, but {some} reads {num_moments}"
+            raise ValueError(f"{problem} (a grouped convolution, an attention or a stack of experts); leave it out")
         num, units = self.num_removed[some], len(self.places[some])
         if not 0 <= num < units:
             raise ValueError(f"cannot remove {num} of the {units} units that {some} reads: at least one must stay")

@@ -203,7 +203,6 @@ def descended(gram: Tensor, targets: Tensor, support: Tensor, values: Tensor, nu
 
 
 def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:
-    """The layers of a problem, apart again."""
     weights, supports = map(problem.split, (best.weight, best.support))
     energies = (problem.layer_sums(problem.energy) * problem.unit).tolist()
     errors = zip(problem.weights, energies, problem.relative_errors(mask), problem.relative_errors(best), strict=True)

@@ -85,7 +85,6 @@ class Solve:
     def _part(
         self, layers: Layers, masks: Mapping[str, Tensor] | None, i: int, moments: Moments, repair: Repair
     ) -> dict[str, Change]:
-        """Solve part ``i`` of the rows of every layer."""
         num_parts = len(layers.moments)
         ranks = self.ranks if num_parts == 1 else None
 

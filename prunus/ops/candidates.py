@@ -176,7 +176,6 @@ def check_finite(name: str, scores: Tensor, live: Tensor | None) -> None:
     if live is not None:
         bad &= bits.unpack(live, scores.shape)
     if bad.any():
-        raise ValueError(
-            f"scores must be finite, but {name} has {int(bad.sum())} that are not, the first {scores[bad][0].item()}; "
-            "look for NaN in the weight, its gradient or its moments"
-        )
+        first = scores[bad][0].item()
+        problem = f"scores must be finite, but {name} has {int(bad.sum())} that are not, the first {first}"
+        raise ValueError(f"{problem}; look for NaN in the weight, its gradient or its moments")

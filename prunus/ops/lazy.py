@@ -97,7 +97,6 @@ class Lazy:
         return self._score(reads, self._placed(positions))
 
     def all(self) -> Tensor:
-        """Scores in the shape of the weight, all at once."""
         scores = self._score(self.reads, self._all_positions() if self.takes_position else None)
         return scores if self.formula is None else scores.expand(self.shape)
 
@@ -146,10 +145,8 @@ class Lazy:
             came = type(scores).__name__
             if isinstance(scores, Tensor):
                 came = f"{scores.dtype}" if scores.shape == self.shape else f"a tensor of shape {tuple(scores.shape)}"
-            raise ValueError(
-                f"a score must give one real number for each element of {self.name}, a tensor of shape "
-                f"{tuple(self.shape)}, but yours gave {came}"
-            )
+            problem = f"a score must give one real number for each element of {self.name}"
+            raise ValueError(f"{problem}, a tensor of shape {tuple(self.shape)}, but yours gave {came}")
         return scores.to(self.compared)
 
     def _placed(self, positions: Tensor) -> Tensor:
@@ -196,10 +193,8 @@ def check_elementwise(source: Lazy) -> None:
     reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
     alone = replace(source, weight=half.of(source.weight), reads=reads, shard=None).all()
     if not torch.equal(alone.nan_to_num(), half.of(source.all()).nan_to_num()):
-        raise ValueError(
-            f"the score of an element of {source.name} depends on others, which other ranks may hold; "
-            "over sharded weights a score must be element-wise"
-        )
+        problem = f"the score of an element of {source.name} depends on others, which other ranks may hold"
+        raise ValueError(f"{problem}; over sharded weights a score must be element-wise")
 
 
 def _itself(scores: Tensor) -> Tensor:

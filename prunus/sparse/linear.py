@@ -122,11 +122,8 @@ class SparseLinear(nn.Module):
 
 @cache  # once in a process
 def warn_of_training() -> None:
-    warnings.warn(
-        "sparse layers do not train: to train the model, call unsparsify_(model), then make the optimizer; to run it, "
-        "call model.eval()",
-        stacklevel=3,
-    )
+    problem = "sparse layers do not train: to train the model, call unsparsify_(model), then make the optimizer"
+    warnings.warn(f"{problem}; to run it, call model.eval()", stacklevel=3)
 
 
 def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -> None:
@@ -140,10 +137,8 @@ def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -
 
 def refuse_saving(*_: Any, **__: Any) -> None:
     """Stands in the place of ``save_pretrained`` in models with sparse layers, since trainers give it the state."""
-    raise ValueError(
-        "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model) "
-        "first, then save_pretrained or prunus.save_model"
-    )
+    problem = "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model)"
+    raise ValueError(f"{problem} first, then save_pretrained or prunus.save_model")
 
 
 def guard_saving_(model: nn.Module) -> None:
@@ -167,10 +162,8 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     new = form_of([*parts.values()], form.shape, form.dtype, stage)
     if type(new) is not type(form):
         wanted, got = (type(each).__name__ for each in (form, new))
-        raise ValueError(
-            f"{prefix.rstrip('.')} is stored as {wanted}, but the state has {got}; load it into a model that was "
-            "sparsified in the same way"
-        )
+        problem = f"{prefix.rstrip('.')} is stored as {wanted}, but the state has {got}"
+        raise ValueError(f"{problem}; load it into a model that was sparsified in the same way")
     new.check()
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
@@ -187,10 +180,9 @@ def _take_buffers(layer: SparseLinear, *_: Any) -> None:
 class FusedLinears:
     """Layers that read the same input: the first one that is called computes the product of all.
 
-    The others take their part of it if they are called with the very same tensor, unchanged: a change in place is seen,
-    except of tensors made in inference mode, whose changes torch does not count. ``join`` puts the layers' forms
-    into one, of which the layers' own buffers become views. Layers that turn out to be called with different inputs run
-    alone from then on.
+    The others take their part of it if they are called with the very same tensor, unchanged (in inference mode torch
+    does not count changes). ``join`` puts the layers' forms into one, of which their own buffers become views. Layers
+    that turn out to be called with different inputs run alone from then on.
     """
 
     def __init__(self, layers: Sequence[SparseLinear]) -> None:

@@ -37,8 +37,6 @@ class _TooLarge(Exception):
 
 
 class Engine:
-    """Records of a model's gradients over the calibration samples."""
-
     def __init__(self, calibration: Calibration, objective: Objective, checkpointing: bool = False) -> None:
         self.calibration = calibration
         self.objective = objective
@@ -176,7 +174,6 @@ class Engine:
     def _alone(
         self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
-        """Gradients of one sample's loss by autograd."""
         self.calibration.cost.passes += 1
         stream, running = self.stream.starting_at(start, chunk), self._running(variant, start)
         with torch.enable_grad(), stream, running, requiring_grad(parameters):
