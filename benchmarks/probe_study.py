@@ -87,12 +87,9 @@ def load_model(case: StudyModel, data: Path, seed: int, device: torch.device) ->
             raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
         return image_model(paths[0], folder, case.samples, case.held_out, seed, device)
     packed = next(iter(sorted(folder.glob("*.gguf"))), None)
-    tokens: dict[str, Any] = {
-        "tokens": folder / "calib.u16",
-        "eval_tokens": folder / "valid.u16",
-        "samples": case.samples,
-    }
-    tokens |= {"length": case.length, "eval_windows": case.held_out, "gguf_file": packed.name if packed else None}
+    tokens: dict[str, Any] = {"tokens": folder / "calib.u16", "eval_tokens": folder / "valid.u16"}
+    tokens |= {"samples": case.samples, "length": case.length, "eval_windows": case.held_out}
+    tokens |= {"gguf_file": packed.name if packed else None}
     return load_trained(ModelSource(str(folder), **tokens, seed=seed, dtype="float32", device=str(device)))
 
 

@@ -37,7 +37,7 @@ def input_norms(calibration: Calibration) -> dict[str, Tensor]:
     used = reader.used(left) if left else set()
     if unreached := [name for name in left if name not in used]:
         problem = f"the score reads input norms, but no sample reached {', '.join(unreached)}"
-        raise ValueError(f"{problem}, not called; exclude them, give samples that use them, or take magnitude")
+        raise ValueError(f"{problem}: modules that were not called; exclude them, use other samples, or take magnitude")
     homes = {weight.name: weight.parameter.device for weight in weights}
     norms = {name: squares.sqrt().to(homes[name], torch.float32) for name, squares in reader.sums.items()}
     mean = fill_unreached_(norms, weights)

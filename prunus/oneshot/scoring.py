@@ -199,16 +199,9 @@ class _OnDisk(UserDict[str, Any]):
 
 
 def _lazy(weight: Weight, of: Callable[..., Tensor], reads: dict, constants: dict, row: Score | None = None) -> Lazy:
-    values = weight.parameter.detach()
-    reads_weight = row is None or "weight" in row.reads
-    return Lazy(
-        weight.name,
-        values,
-        of,
-        ({"weight": values} if reads_weight else {}) | reads,
-        constants=constants,
-        takes_position=row is not None and "position" in row.reads,
-        dtype=torch.promote_types(values.dtype, torch.float32),
-        formula=row.formula if row else SCORES["magnitude"].formula if of is magnitude else None,
-        outputs=weight.outputs,
-    )
+    values, takes_position = weight.parameter.detach(), row is not None and "position" in row.reads
+    if row is None or "weight" in row.reads:
+        reads = {"weight": values} | reads
+    formula = row.formula if row else SCORES["magnitude"].formula if of is magnitude else None
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return Lazy(weight.name, values, of, reads, constants, {}, takes_position, dtype, formula, weight.outputs)

@@ -9,6 +9,7 @@ small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https:
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -206,12 +207,8 @@ def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: i
     weights, supports = map(problem.split, (best.weight, best.support))
     energies = (problem.layer_sums(problem.energy) * problem.unit).tolist()
     errors = zip(problem.weights, energies, problem.relative_errors(mask), problem.relative_errors(best), strict=True)
-    return {
-        name: Change(
-            weight=weights[name].to(problem.weights[name].dtype),
-            mask=supports[name],
-            energy=energy,
-            repair=LayerRepair(mask_error, error, iterations, problem.damping),
-        )
-        for name, energy, mask_error, error in errors
-    }
+    changes = {}
+    for name, energy, mask_error, error in errors:
+        weight, repair = weights[name].to(problem.weights[name].dtype), LayerRepair(mask_error, error, iterations)
+        changes[name] = Change(supports[name], weight, energy, replace(repair, damping=problem.damping))
+    return changes
