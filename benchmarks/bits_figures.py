@@ -66,7 +66,6 @@ class Arm:
 
     @property
     def num_bits(self) -> int:
-        """Of a kept weight."""
         return FORMS[self.form].bits if self.form else 16
 
     @property
@@ -82,8 +81,6 @@ class Arm:
 
 @dataclass(frozen=True)
 class BitsFigures:
-    """All records of one model, and their arms."""
-
     figures: ModelFigures
     arms: Sequence[Arm]
 
@@ -120,7 +117,6 @@ def smaller_arms(study: Path) -> list[Arm]:
 
 
 def parts(folder: Path, studies: Path) -> dict[str, str]:
-    """What the page shows between its marks."""
     models = read_figures(folder, studies)
     headings = ["way", "16 bits", *FOUR.values()]
     return {
@@ -135,10 +131,7 @@ def parts(folder: Path, studies: Path) -> dict[str, str]:
 
 
 def frontier(arms: Sequence[Arm]) -> list[Arm]:
-    """Arms from many bits to few; each is better than all with fewer bits, by more than anybody would miss.
-
-    Those of one kind that are best only in a narrow range are left out.
-    """
+    """Arms from many bits to few, each clearly better than all with fewer bits; best in more than a narrow range."""
     best: list[Arm] = []
     for arm in sorted((arm for arm in arms if arm.is_usable), key=lambda arm: (arm.bits, arm.loss)):
         if not best or arm.loss < best[-1].loss - SLIGHT / 100:
@@ -160,7 +153,6 @@ def bands(arms: Sequence[Arm]) -> list[tuple[str, list[Arm]]]:
 
 
 def _answer(model: BitsFigures) -> str:
-    """A sentence of all that was measured."""
     said, ranges = [], bands(model.arms)
     for what, best in ranges:
         losses = dict.fromkeys(percent(arm.loss) for arm in (best[0], best[-1]))

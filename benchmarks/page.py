@@ -14,7 +14,6 @@ TABLES = {
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """The newest records of each kind in ``folder``, drawn."""
     drawn: dict[str, list[str]] = {}
     for record in newest_records(folder):
         if record["what"] in TABLES:

@@ -152,11 +152,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def read_figures(folder: Path) -> list[ProbeFigures]:
-    """Figures of all models in a folder.
-
-    ValueError where no seed is finished, or seeds differ in more than the seed; RuntimeError where two models that
-    the page calls equally sparse are not.
-    """
+    """Figures of all models in a folder; an error where seeds are not finished, or not comparable."""
     by_model: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("probe_*.json")):
         file = json.loads(path.read_text())
@@ -191,7 +187,6 @@ def is_complete(file: dict[str, Any]) -> bool:
 
 
 def parts(models: Sequence[ProbeFigures]) -> dict[str, str]:
-    """What the page shows between its marks."""
     by_strategy = [
         [model.settings["case"], strategy, *counted(each for each in compared if each.strategy == strategy)]
         for model in models

@@ -45,8 +45,6 @@ Masks = Mapping[str, Tensor]  # True where the weight stays
 
 @dataclass(frozen=True)
 class StudyModel:
-    """A model of the study: how it is calibrated, probed and evaluated."""
-
     case: str
     about: str
     schedule: ProbeSchedule
@@ -89,12 +87,9 @@ def load_model(case: StudyModel, data: Path, seed: int, device: torch.device) ->
             raise ValueError(f"{folder} holds no weights; put resnet20_cifar10.th there")
         return image_model(paths[0], folder, case.samples, case.held_out, seed, device)
     packed = next(iter(sorted(folder.glob("*.gguf"))), None)
-    tokens: dict[str, Any] = {
-        "tokens": folder / "calib.u16",
-        "eval_tokens": folder / "valid.u16",
-        "samples": case.samples,
-    }
-    tokens |= {"length": case.length, "eval_windows": case.held_out, "gguf_file": packed.name if packed else None}
+    tokens: dict[str, Any] = {"tokens": folder / "calib.u16", "eval_tokens": folder / "valid.u16"}
+    tokens |= {"samples": case.samples, "length": case.length, "eval_windows": case.held_out}
+    tokens |= {"gguf_file": packed.name if packed else None}
     return load_trained(ModelSource(str(folder), **tokens, seed=seed, dtype="float32", device=str(device)))
 
 
@@ -222,11 +217,7 @@ def masks_of(level: Level) -> Masks:
 
 
 def replaced_veto(result: Level, sources: Sequence[Lazy], tau: float, select: Selector, sparsity: float) -> Masks:
-    """Exactly ``sparsity`` of the weights, in the strategy's scope: of its candidates those within ``tau`` first.
-
-    The lowest scores go first. Where too few are within tau, the lowest scores beyond it follow, so that the count is
-    exact whatever the probe says.
-    """
+    """Exactly ``sparsity`` of the weights, in the strategy's scope: candidates within ``tau`` go first."""
     where = {source.name: bits.unpack(result.candidates[source.name], source.shape) for source in sources}
     scores = {source.name: source.all()[where[source.name]].float() for source in sources}
     top = max(float(each.max()) for each in scores.values() if len(each)) or 1.0
@@ -259,11 +250,7 @@ def vetoed_by_lot(result: Level, generator: torch.Generator) -> Masks:
 
 
 def exactly(scores: Scores, sparsity: float, generator: torch.Generator) -> Masks:
-    """The strategy's masks with exactly that sparsity over all weights.
-
-    Scopes round by row or layer, which can shift the sparsity by more than the effect under study. Here every
-    row or layer gives the whole number below its share, and lots decide which of them give one more.
-    """
+    """The strategy's masks at exactly that sparsity: each scope rounds down, and lots decide which give one more."""
     select = scores.method.select
     sources = scores.sources(select, sparsity, {})
     fewer = [replace(quota, num_drop=int(sparsity * quota.size)) for quota in select.quota_of(sources, sparsity)]

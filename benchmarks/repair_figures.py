@@ -40,7 +40,6 @@ def read_figures(folder: Path) -> list[ModelFigures]:
 
 
 def parts(folder: Path) -> dict[str, str]:
-    """What the page shows between its marks."""
     models = read_figures(folder)
     timings = newest_records(folder, "repair")
     return {

@@ -98,10 +98,7 @@ class RepairQuality(Study):
 def started(
     case: SeedCase, name: str, level: str, checkpoints: Mapping[str, Path | None] | None = None
 ) -> Iterator[tuple[TrainedModel, Row, Any]]:
-    """A model made by a way or read from a checkpoint, what that took, and its result; then a dense one is as before.
-
-    In the name of a checkpoint {level} stands for the percent.
-    """
+    """A model made by a way or read from a checkpoint ({level}: the percent), what that took, and its result."""
     trained = case.trained  # read before all others
     if checkpoints and name in checkpoints:
         if (path := checkpoints[name]) is None:

@@ -56,7 +56,6 @@ def read_figures(folder: Path) -> list[ModelFigures]:
 
 
 def parts(folder: Path, studies: Path) -> dict[str, str]:
-    """What the page shows between its marks."""
     models = read_figures(folder)
     return {
         "goals": goals_table(GOALS, models, ["dense", "way", "reached", "beside dense"], _line, words=(0, 2)),

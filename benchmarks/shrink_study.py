@@ -121,7 +121,6 @@ class ShrinkQuality(LearningStudy):
         return super().settings() | {"of": self.of}
 
     def _texts(self, model: nn.Module) -> Row:
-        """Greedy continuations of fixed prompts."""
         if not self.texts:
             return {}
         tokenizer = tokenizer_of(self.model, self.gguf_file)
@@ -191,7 +190,6 @@ def shrunk(case: SeedCase, way: ShrinkWay, wanted: Wanted) -> ShrinkResult:
 
 
 def row_of(result: ShrinkResult) -> Row:
-    """What was removed, what stays, and what it cost."""
     sizes = {"weights": result.after.weights, "weights_before": result.before.weights}
     sizes |= {"parameters": result.after.parameters, "num_bytes": result.after.num_bytes, "removed": result.removed}
     cost = {"parts": dict(result.cost.parts), "peak_bytes": result.cost.peak_bytes, "notes": result.notes}
@@ -207,10 +205,7 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
 
 
 def torch_pruned_(model: nn.Module, images: Tensor, removed: Fraction) -> Callable[[], None]:
-    """Remove channels by Torch-Pruning, as its page shows: norms of groups, the same share of every layer.
-
-    Returns what brings the dense model back.
-    """
+    """Remove channels by Torch-Pruning, as its page shows; returns what brings the dense model back."""
     import torch_pruning
 
     def prune_(model: nn.Module, thousandths: int) -> nn.Module:

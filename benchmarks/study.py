@@ -111,7 +111,6 @@ class Study(ABC):
         """Figures of the model to start from, then of each run, which starts from it anew."""
 
     def count(self, row: Row) -> str:
-        """What was removed, in words."""
         return f"{row['zeros']:,} zeros"
 
     def settings(self) -> dict[str, Any]:
@@ -200,20 +199,10 @@ class SeedCase:
             precision = "float32"  # small convolutions are bound by launches, not by products
         if options.compile:
             torch.compiler.reset()  # graphs of earlier runs count towards the limit beyond which nothing is compiled
-        recovery = recover(
-            model,
-            self.dense if has_teacher else None,
-            NumberedBatches(make, run.steps),
-            steps=run.steps,
-            lr=options.lr,
-            hard=hard,
-            held_out=held_out,
-            evaluations=EVALUATIONS,
-            bf16={"auto": None, "float32": False, "bfloat16": True}[precision],
-            compile=options.compile,
-            seed=self.seed,
-            progress=False,
-        )
+        bf16 = {"auto": None, "float32": False, "bfloat16": True}[precision]
+        how: dict[str, Any] = {"steps": run.steps, "lr": options.lr, "hard": hard, "seed": self.seed, "bf16": bf16}
+        how |= {"held_out": held_out, "evaluations": EVALUATIONS, "compile": options.compile, "progress": False}
+        recovery = recover(model, self.dense if has_teacher else None, NumberedBatches(make, run.steps), **how)
         try:
             yield recovery
         finally:

@@ -33,39 +33,11 @@ _NAMES = {  # by module
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "SCORES",
-    "AdamWPrune",
-    "BlockTuning",
-    "Constant",
-    "Decoder",
-    "Event",
-    "Global",
-    "NofM",
-    "OneShot",
-    "PerLayer",
-    "PerRow",
-    "Pruner",
-    "QuantizeResult",
-    "Ramp",
-    "Rate",
-    "Recovery",
-    "Regrow",
-    "Repair",
-    "Result",
-    "ShrinkResult",
-    "Spam",
-    "load_model",
-    "load_sparse",
-    "parameter_groups",
-    "prune",
-    "quantize",
-    "recover",
-    "save_model",
-    "save_sparse",
-    "search",
-    "shrink",
-    "sparsify_",
-]
+    "SCORES", "AdamWPrune", "BlockTuning", "Constant", "Decoder", "Event", "Global", "NofM", "OneShot", "PerLayer",
+    "PerRow", "Pruner", "QuantizeResult", "Ramp", "Rate", "Recovery", "Regrow", "Repair", "Result", "ShrinkResult",
+    "Spam", "load_model", "load_sparse", "parameter_groups", "prune", "quantize", "recover", "save_model",
+    "save_sparse", "search", "shrink", "sparsify_",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

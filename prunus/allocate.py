@@ -57,18 +57,13 @@ def allocate(
 
 
 def clipped(wish: Sequence[int], sizes: Sequence[int], sparsity: float, floor: Sequence[int]) -> list[int]:
-    """Numbers of weights to drop near ``wish``, ``round(s N)`` in all; ``floor`` are dropped already.
-
-    Sparsities of layers are shifted by one constant, clipped to ``s - 0.15 .. s + 0.15`` and ``0 .. 0.98``.
-    """
+    """Numbers to drop near ``wish``, ``round(s N)`` in all: sparsities are shifted by one constant and clipped."""
     total, largest = round(sparsity * sum(sizes)), min(MOST, sparsity + NEAR)
     floor = [max(low, math.floor(max(0.0, sparsity - NEAR) * size)) for low, size in zip(floor, sizes, strict=True)]
     ceiling = [max(low, math.ceil(largest * size)) for low, size in zip(floor, sizes, strict=True)]
     if sum(ceiling) < total:
-        raise ValueError(
-            f"a sparsity of {sparsity:g} cannot be reached if no layer may be sparser than {largest:g}; take a lower "
-            "one, or allocate='uniform'"
-        )
+        problem = f"a sparsity of {sparsity:g} cannot be reached if no layer may be sparser than {largest:g}"
+        raise ValueError(f"{problem}; take a lower one, or allocate='uniform'")
     return _summing_to(total, lambda x: [w + (x - 1) * n for w, n in zip(wish, sizes, strict=True)], floor, ceiling)
 
 
@@ -83,11 +78,7 @@ def spread(wish: Sequence[float], total: int, floor: Sequence[int], ceiling: Seq
 def _summing_to(
     total: int, values: Callable[[float], list[float]], floor: Sequence[int], ceiling: Sequence[int]
 ) -> list[int]:
-    """Whole numbers between ``floor`` and ``ceiling`` near ``values(x)``, for the x with which they sum to ``total``.
-
-    ``values`` rises with x, which is found by bisection; what rounding down leaves over goes to the largest
-    remainders. A total below the floors gives the floors.
-    """
+    """Whole numbers between ``floor`` and ``ceiling`` that sum to ``total``: near ``values(x)``, which rises with x."""
     if total <= sum(floor):
         return list(floor)
 

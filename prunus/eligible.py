@@ -139,10 +139,8 @@ def _check_names(model: nn.Module, names: Mapping[str, str], options: Mapping[st
         for pattern in patterns if option != "exclude" else ():
             matched = {names[full]: p for full, p in model.named_parameters() if matches(names[full], [pattern])}
             if all(p.ndim < 2 for p in matched.values()):
-                raise ValueError(
-                    f"{option} {pattern!r} matches only {', '.join(matched)}; prunable weights have two or more "
-                    "dimensions"
-                )
+                problem = f"{option} {pattern!r} matches only {', '.join(matched)}"
+                raise ValueError(f"{problem}; prunable weights have two or more dimensions")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -174,11 +172,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes ``x @ weight.T + bias``: by ``nn.Linear``'s own forward, or a subclass's that gives the same.
-
-    A forward of its own, such as that of Falcon's layers, is tried on a tiny weight. Layers that hold more than a
-    weight and a bias (quantizers, adapters, other parameters) are never taken for linear ones.
-    """
+    """Whether it computes ``x @ weight.T + bias``, and has nothing else; its own forward is tried on a tiny weight."""
     if not isinstance(module, nn.Linear) or "forward" in vars(module):
         return False
     tensors = {name for name, value in module._parameters.items() if value is not None}

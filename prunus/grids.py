@@ -26,9 +26,7 @@ def put_on_grid_(module: nn.Module, key: str, on_grid: OnGrid) -> None:
     scales = on_grid.scales.to(None if parameter.is_meta else parameter.device, torch.bfloat16)
     if scales.shape != on_grid.grid.scales_shape(parameter.shape):
         wanted = on_grid.grid.scales_shape(parameter.shape)
-        raise ValueError(
-            f"a weight of shape {tuple(parameter.shape)} needs scales of shape {wanted}, got {tuple(scales.shape)}"
-        )
+        raise ValueError(f"a weight {tuple(parameter.shape)} needs scales of shape {wanted}, got {tuple(scales.shape)}")
     module.register_buffer(f"{key}_scales", scales, persistent=False)
     setattr(module, f"{key}_grid", on_grid.grid)
 
@@ -41,7 +39,6 @@ def take_off_grid_(module: nn.Module, key: str) -> None:
 
 
 def grid_of(module: nn.Module, key: str = "weight") -> OnGrid | None:
-    """The grid of a parameter; None if it has none."""
     grid, scales = vars(module).get(f"{key}_grid"), module._buffers.get(f"{key}_scales")
     return None if grid is None or scales is None else OnGrid(grid, scales)
 

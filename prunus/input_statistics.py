@@ -1,7 +1,7 @@
 """Input norms: how large every input feature of each weight is, collected while a model runs."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from types import FunctionType
@@ -27,14 +27,12 @@ EAGER = "_experts_implementation"  # of a Hugging Face config: how experts are r
 class InputNorms(AbstractContextManager["InputNorms"]):
     """L2 norms of the inputs of each weight's module, over every forward pass while open.
 
-    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each
-    element of the kernel window for a convolution. The modules themselves are left as they are.
-    Layers that gradient checkpointing runs again in the backward are counted once. Compiled models run eagerly
-    meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
+    A norm broadcasts to its weight: (in,) for a linear layer, (in, 1) for ``Conv1D``, one for each element of the
+    kernel window for a convolution. Layers that gradient checkpointing runs again are counted once. Compiled models run
+    eagerly meanwhile. Over several ``ranks`` squares are means of the ranks' sums, so that all have the same norms.
 
-    In training (``mode`` is train) only modules in training mode count, and sums are float32. For a trained model
-    (eval) all modules count, and sums are float64 and do not depend on the batch size; ``mask`` (sample, token) says
-    which tokens count.
+    In training only modules in training mode count, and sums are float32. For a trained model (``mode`` is eval) sums
+    are float64 and do not depend on the batch size; ``mask`` (sample, token) says which tokens count.
     """
 
     def __init__(
@@ -114,11 +112,8 @@ class InputNorms(AbstractContextManager["InputNorms"]):
                 missing.append(weight.name)
             elif any(a not in (1, b) for a, b in zip(sums.shape[::-1], weight.parameter.shape[::-1], strict=False)):
                 missing.append(f"{weight.name}, whose inputs are sharded,")
-        what = (
-            f"the score reads input_norm, but it was not collected over all inputs of {', '.join(missing)}; exclude "
-            "them"
-        )
-        error = ValueError(what) if missing else None
+        problem = f"the score reads input_norm, but it was not collected over all inputs of {', '.join(missing)}"
+        error = ValueError(f"{problem}; exclude them") if missing else None
         if not self.ranks:
             if error is not None:
                 raise error
@@ -152,20 +147,14 @@ def check_inputs(weights: Sequence[Weight]) -> None:
         if not (is_linear or holds_experts(module, weight.parameter) or prunable_kind(module, weight.name)):
             odd.append(f"{weight.name} belongs to {type(module).__name__}")
     if odd:
-        raise ValueError(
-            f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}; exclude those "
-            "weights, or take a score that reads no inputs: magnitude"
-        )
+        problem = f"the score reads the inputs of linear layers and convolutions, but {', '.join(odd)}"
+        raise ValueError(f"{problem}; exclude those weights, or take a score that reads no inputs: magnitude")
 
 
 def input_squares(
     module: nn.Module, x: Tensor, dtype: torch.dtype = torch.float32, mask: Tensor | None = None
 ) -> Tensor:
-    """Sum of squares of each input feature, in a shape that broadcasts to the module's weight.
-
-    In float64 convolutions are summed one sample after the other, so that the batch size does not show. Where tokens
-    come before samples, the ``mask`` (sample, token) is turned.
-    """
+    """Sum of squares of each input feature, as it broadcasts to the weight; in float64 the batch size does not show."""
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         if dtype == torch.float32:
             return _convolution_squares(module, x)
@@ -179,10 +168,7 @@ def input_squares(
 
 
 def _convolution_squares(conv: nn.Module, x: Tensor) -> Tensor:
-    """Sums over all positions of the window, with or without a batch: (in, *kernel), or (out, in / groups, *kernel).
-
-    Of a transposed convolution every input meets the whole kernel: (in, 1, ...).
-    """
+    """Over all positions of the window: (in, *kernel), (out, in / groups, *kernel), or (in, 1, ...) if transposed."""
     squares = x.float().square()
     if isinstance(conv, TRANSPOSED):
         channels = squares.movedim(-conv.weight.ndim + 1, 0).flatten(1).sum(1)
@@ -218,9 +204,7 @@ class _ExpertProducts(TorchFunctionMode):
         self.sums, self.dtype = sums, dtype
         self.running: dict[int, tuple[Weight, Tensor]] = {}  # by where their storage begins
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.running and func in PRODUCTS and len(args) > 1 and all(isinstance(arg, Tensor) for arg in args[:2]):
             found = self.running.get(args[1].untyped_storage().data_ptr())
             if found is not None:
@@ -244,10 +228,7 @@ class _ExpertProducts(TorchFunctionMode):
 def _expert_inputs(
     weights: Sequence[Weight], products: _ExpertProducts, mask: Tensor | None, counts: Callable[[nn.Module], bool]
 ) -> Iterator[None]:
-    """Collect what each expert of stacked weights multiplies, in shapes that broadcast to the weights.
-
-    Experts run one after the other meanwhile, and tokens that the mask (sample, token) leaves out are zero in them.
-    """
+    """Collect what experts multiply, one after the other, with zeros for tokens that the mask leaves out."""
     running = ExitStack()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -328,9 +309,7 @@ class _AttentionProducts(TorchFunctionMode):
         super().__init__()
         self.attention, self.see = attention, see
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # the function itself, or as another mode that is open has made it
         is_attention = getattr(func, "__code__", None) is nn.functional.multi_head_attention_forward.__code__
         return (self._watched(func) if is_attention else func)(*args, **(kwargs or {}))
@@ -354,10 +333,7 @@ _stances: list[Any] = []  # one for each ``eagerly`` that is open
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Run compiled models as they were written: a compiled graph calls no hook that was registered after it.
-
-    Compiled code is kept and used again afterwards.
-    """
+    """Run compiled models as they were written: a compiled graph calls no hook that was registered after it."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return

@@ -37,11 +37,7 @@ class Progress:
 
 
 class Masking(ABC):
-    """Keeps what the masks prune at zero while the optimizer trains.
-
-    When masks change, pruned weights and their optimizer state are zeroed. While pruned weights may come back,
-    their gradients reach the optimizer and their state is kept; only the weights are zeroed, after each step.
-    """
+    """Keeps pruned weights and their state at zero; while they may come back, the weights alone, after each step."""
 
     def __init__(self, store: MaskStore, progress: Progress, movement: Movement | None) -> None:
         self.store, self.optimizer = store, store.optimizer
@@ -54,14 +50,10 @@ class Masking(ABC):
         """Hook into the optimizer's step."""
 
     def detach(self) -> None:
-        """Take the hooks off."""
         self._hooks.close()
 
     def start(self, masks: Mapping[str, Tensor] | Literal["zeros"] | None) -> bool:
-        """Begin with the masks given, or with the zeros of the weights; with None, with those that the optimizer has.
-
-        Whether it had some.
-        """
+        """Begin with these masks, the zeros of the weights or (None) those in the optimizer: True if it had some."""
         check_state(self.store.weights, self.optimizer)
         if masks is None:
             return self.store.read_state()
@@ -93,10 +85,7 @@ class Masking(ABC):
 
     @torch.no_grad()
     def mask_gradient(self, name: str) -> None:
-        """Zero the gradient of the pruned elements, unless nothing has written to it since that was last done.
-
-        (A write through ``grad.data`` is hidden from autograd's count of versions, and so from this.)
-        """
+        """Zero the gradient of the pruned elements, unless autograd has counted no write to it since then."""
         mask = self.store.bits.get(name)
         if mask is None or self.progress.is_regrowing or (grad := self.store.weights[name].grad) is None:
             return
@@ -108,14 +97,10 @@ class Masking(ABC):
     def check_captured(self, masks_change: bool) -> None:
         """Refuse a graph of a step that would leave out masks which come later, or never mask gradients."""
         if masks_change and any(name not in self.store.bits for name in self.store.weights):
-            raise ValueError(
-                "a graph of this step would miss the masks, which do not exist yet; capture it after the first event, "
-                "or use AdamWPrune"
-            )
+            problem = "a graph of this step would miss the masks, which do not exist yet"
+            raise ValueError(f"{problem}; capture it after the first event, or use AdamWPrune")
         if self.progress.is_regrowing:
-            raise ValueError(
-                "a graph of this step would not mask gradients after the ramp; with regrow, capture it after that"
-            )
+            raise ValueError("a graph of this step would not mask gradients after the ramp; capture it after the ramp")
 
     def _zero_after_steps(self, always: bool) -> None:
         """Zero pruned weights after each step: always, or while they may come back."""

@@ -23,10 +23,7 @@ from .ranks import Ranks, is_dtensor, is_replicated, local, local_block, placed_
 
 
 class Masks(Mapping[str, Tensor]):
-    """Boolean masks by name, True where the weight stays; unpacked when looked up.
-
-    A name without bits is all True.
-    """
+    """Boolean masks by name, True where the weight stays, unpacked when looked up; all True for a name without bits."""
 
     def __init__(self, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
         self.weights = weights
@@ -49,11 +46,7 @@ class Masks(Mapping[str, Tensor]):
 
 
 def digest(masks: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None) -> str:
-    """Hex string that is equal for equal masks, held by one process or by many.
-
-    It hashes names, shapes and for each mask the sum of a hash of every kept position, modulo 2^64: such
-    sums add up over shards. Collective if there are ``shards``.
-    """
+    """Hex string, equal for equal masks, by sums of hashes of kept positions: they add up over ``shards``."""
     names = sorted(masks)
     if shards is None:
         shapes, sums = [list(masks[name].shape) for name in names], [position_sum(masks[name]) for name in names]
@@ -90,11 +83,9 @@ def check_copies(ranks: Ranks | None, weights: Mapping[str, Tensor], packed: Map
     whose = ranks.each(folded(list(packed)))
     odd = [rank for rank, number in enumerate(whose) if whose.count(number) == 1]
     where = f" (rank {', '.join(map(str, odd))})" if 0 < len(odd) < len(whose) else ""
-    raise ValueError(
-        f"ranks with copies of the same weights found different masks{where}: their weights or optimizer states have "
-        "drifted apart, or they train different models; in that case pass group=, the ranks that train one model; "
-        "nothing was pruned"
-    )
+    problem = f"ranks with copies of the same weights found different masks{where}, and nothing was pruned"
+    cause = "their weights or optimizer states have drifted apart, or they train different models"
+    raise ValueError(f"{problem}: {cause}; in that case pass group=, the ranks that train one model")
 
 
 def _hash_of_bits(packed: Tensor) -> Tensor:
@@ -110,24 +101,16 @@ def packed_masks(
     """Packed bits of a user's boolean masks, which must fit the weights."""
     for name, mask in masks.items():
         if name not in weights:
-            raise ValueError(
-                f"there is a mask for {name!r}, which is not a prunable weight; prunable weights are: "
-                f"{', '.join(weights)}"
-            )
+            problem = f"there is a mask for {name!r}, which is not a prunable weight"
+            raise ValueError(f"{problem}; prunable weights are: {', '.join(weights)}")
         if mask.shape != weights[name].shape:
-            raise ValueError(
-                f"the mask of {name} must have the weight's shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}"
-            )
+            raise ValueError(f"the mask of {name} needs shape {tuple(weights[name].shape)}, got {tuple(mask.shape)}")
     blocks = {name: local_block(mask, weights[name], shards[name] if shards else None) for name, mask in masks.items()}
     return {name: bits.pack(block.to(weights[name].device).bool()) for name, block in blocks.items()}
 
 
 def restore_bits(name: str, value: Any, weight: Tensor, shard: Shard | None = None) -> Tensor:
-    """This rank's packed bits from a checkpoint, which may have cast them to the weight's dtype.
-
-    A checkpoint holds packed bits of the full weight or of this rank's shard, or zeros and ones in the weight's
-    shape, as a tensor or as a DTensor of any placement.
-    """
+    """This rank's packed bits from a checkpoint's: packed or in the weight's shape, of the weight or of a shard."""
     if isinstance(value, Tensor) and value.shape == weight.shape:
         block = local_block(value, weight, shard).to(weight.device)
         if not ((block == 0) | (block == 1)).all():
@@ -200,10 +183,7 @@ class MaskStore:
                 self.set(name, self.full(name))
 
     def share_of_unmasked_zeros(self, most: int) -> float:
-        """The share of zeros that no mask has, in weights that are not all zero, as new ones may be.
-
-        Of each tensor on this rank the first ``most`` are looked at, a multiple of 8.
-        """
+        """The share of zeros in no mask, among the first ``most`` (a multiple of 8) of weights that are not all 0."""
         num_zeros = num = 0
         for name, weight in self.weights.items():
             part = local(weight).reshape(-1)[:most]
@@ -214,10 +194,7 @@ class MaskStore:
         return num_zeros / max(1, num)
 
     def num_not_zeroed(self, most: int | None = None, masks: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Weights on this rank, by name, that are not zero where their mask, or that of ``masks``, prunes.
-
-        Of each tensor the first ``most`` are looked at, a multiple of 8.
-        """
+        """By weight here, how many of the first ``most`` (a multiple of 8) are pruned by a mask but not zero."""
         masks = self.bits if masks is None else masks
         if not masks:
             return {}
@@ -254,7 +231,6 @@ class MaskStore:
         self.fill(name for name, p in self.weights.items() if is_resharded(p))
 
     def full(self, name: str) -> Tensor:
-        """A mask that keeps all of a weight."""
         block = local(self.weights[name])
         return bits.full(block.numel(), block.device)
 

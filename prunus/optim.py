@@ -46,10 +46,7 @@ class Spam:
 
 
 def before_update(work: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
-    """A hook before steps that works right before the update: at once, or behind the closure that a step is given.
-
-    It is given what steps, which may have other groups than the optimizer.
-    """
+    """A hook right before the update, behind a closure if there is one; ``work`` is given the one that steps."""
 
     def hook(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -73,10 +70,8 @@ def _explained(init: Callable[P, None]) -> Callable[P, None]:
     def checked(*args: P.args, **options: P.kwargs) -> None:
         known = [*signature(init).parameters][2:]
         if unknown := next((name for name in options if name not in ("params", *known)), None):
-            raise TypeError(
-                f"AdamWPrune has no option {unknown!r}, only {', '.join(known)}; pass the sparsity to the Pruner: "
-                "Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))"
-            )
+            problem = f"AdamWPrune has no option {unknown!r}, only {', '.join(known)}; pass the sparsity to the Pruner"
+            raise TypeError(f"{problem}: Pruner(model, optimizer, schedule=Ramp(0.5, begin=100, end=1000))")
         init(*args, **options)
 
     return checked
@@ -118,10 +113,8 @@ class AdamWPrune(torch.optim.Optimizer):
         moment_dtype: torch.dtype | None = None,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                "lr, eps and weight_decay must not be negative and betas must lie in [0, 1), "
-                f"got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
-            )
+            problem = "lr, eps and weight_decay must not be negative and betas must lie in [0, 1)"
+            raise ValueError(f"{problem}, got lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}")
         if max_norm is not None and max_norm <= 0:
             raise ValueError(f"max_norm must be positive, or None for no clipping, got {max_norm}")
         self.max_norm, self.spam, self.moment_dtype = max_norm, spam, moment_dtype

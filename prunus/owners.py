@@ -21,10 +21,7 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # which cal
 
 
 def claim(owner: MaskStore, remove: Callable[[], None]) -> None:
-    """From now on no other owner may have these weights, and no other optimizer may step them.
-
-    Those that had some of them are removed by the method that they gave.
-    """
+    """Make these weights the owner's alone; owners that had some of them are removed, by their ``remove``."""
     for other, name in _owned(owner.weights.values(), by=lambda _: True):
         warnings.warn(
             f"{name} had a Pruner over another {type(other.optimizer).__name__}, which is now removed: step only the "
@@ -45,7 +42,6 @@ def _watch_steps() -> None:
 
 
 def release(owner: MaskStore) -> None:
-    """Others may have these weights now."""
     _OWNERS.pop(owner, None)
 
 
@@ -56,10 +52,8 @@ def check_free(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Non
         return other in _held(optimizer) or optimizer in _held(other)
 
     if owned := _owned(weights.values(), step_together):
-        raise ValueError(
-            f"{owned[0][1]} is already pruned by another Pruner; call .remove() on the first, or leave its weights out "
-            "with exclude="
-        )
+        problem = f"{owned[0][1]} is already pruned by another Pruner"
+        raise ValueError(f"{problem}; call .remove() on the first, or leave its weights out with exclude=")
 
 
 def check_owner(optimizer: Optimizer, *_: object) -> None:
@@ -75,11 +69,9 @@ def check_owner(optimizer: Optimizer, *_: object) -> None:
         return other not in _held(optimizer) and other not in _stepping()
 
     if owned := _owned(parameters, is_alone):
-        raise ValueError(
-            f"{owned[0][1]} belongs to another optimizer's Pruner, and steps of this {type(optimizer).__name__} would "
-            "fill its zeros; call pruner.remove() and make a Pruner for the optimizer that you step, with "
-            "masks='zeros' to keep the zeros"
-        )
+        problem = f"{owned[0][1]} belongs to another optimizer's Pruner"
+        harm = f"steps of this {type(optimizer).__name__} would fill its zeros; call pruner.remove() and make a Pruner"
+        raise ValueError(f"{problem}, and {harm} for the optimizer that you step, with masks='zeros' to keep the zeros")
     if all(stepping is optimizer for stepping in _stepping()):  # else it may step alone later
         _CHECKED[optimizer] = num
 

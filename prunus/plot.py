@@ -91,7 +91,6 @@ def recovery_chart(points: Sequence[tuple[int, float | None]], levels: Mapping[s
 
 
 def _axes(width: float, height: float, titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    """A new figure and its axes, one above the other."""
     check_matplotlib()
     from matplotlib import figure
 
@@ -117,7 +116,6 @@ def svg(figure: Figure, title: str = "Chart of Prunus") -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to an .svg or a .png file."""
     check_picture(path)
     if path.suffix.lower() == ".svg":
         path.write_text(svg(figure), encoding="utf-8")

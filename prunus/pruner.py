@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from . import validation
 from .eligible import Weight, eligible, warn_if_much_stays_dense
 from .input_statistics import InputNorms
 from .masking import ByHooks, InsideStep, Progress, check_state, is_initialising, unwrapped
@@ -30,15 +31,6 @@ from .score import SCORES
 from .select import Global, Selector, Shape
 from .sparsity_report import SparsityReport, report
 from .statistics import MOMENTS, Movement, check_moments, is_skipped, score_of, sources, without_gradient
-from .validation import (
-    check_devices,
-    check_eps,
-    check_options,
-    check_parameters,
-    check_together,
-    copied_weights,
-    explained,
-)
 
 LATER = "if no gradient comes before the first event, the event raises: exclude them, or pass no_gradient='dense'"
 
@@ -89,7 +81,7 @@ class Pruner:
     ``state_dict`` and ``load_state_dict``. ``group`` is the group of ranks that train this model, if not all do.
     """
 
-    @explained
+    @validation.explained
     def __init__(
         self,
         model: nn.Module,
@@ -112,13 +104,11 @@ class Pruner:
         on_event: Callable[[Event], None] | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        check_options(locals())
+        validation.check_options(locals())
         optimizer = unwrapped(optimizer)
         if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...); got "
-                f"{type(model).__name__} and {type(optimizer).__name__}"
-            )
+            problem = "a Pruner takes a model, then the optimizer that trains it: Pruner(model, optimizer, ...)"
+            raise ValueError(f"{problem}; got {type(model).__name__} and {type(optimizer).__name__}")
         schedule = schedule and schedule.over(None)  # refuses fractions: the length of the run is not known here
         self.model, self.optimizer, self.regrow = model, optimizer, regrow
         self.select, self.schedule = select, schedule
@@ -134,12 +124,12 @@ class Pruner:
         warn_if_much_stays_dense(model, self._eligible)
         self._weights = {weight.name: weight.parameter for weight in self._eligible.weights}
         check_free(self._weights, optimizer)
-        check_devices(self._weights)
+        validation.check_devices(self._weights)
         self._ranks = ranks_of(self._weights, group)
         self._shards = shards_of(self._weights, self._ranks)
         shapes = [Shape(w.name, tuple(w.parameter.shape), w.outputs) for w in self._eligible.weights]
-        check_together(select, schedule, regrow, shapes, self._shards is not None)
-        check_eps(self._weights, optimizer)
+        validation.check_together(select, schedule, regrow, shapes, self._shards is not None)
+        validation.check_eps(self._weights, optimizer)
         self._progress = Progress(schedule.end if regrow and schedule else None)
         self._movement = Movement(self._weights) if "movement" in self.score.reads else None
         self._inputs = InputNorms(self._eligible.weights, self._ranks) if "input_norm" in self.score.reads else None
@@ -209,7 +199,7 @@ class Pruner:
 
     def report(self) -> SparsityReport:
         """Sparsity of every weight matrix, counted from its zeros, why some stay dense, and progress of the ramp."""
-        check_parameters(self.model, self._weights)
+        validation.check_parameters(self.model, self._weights)
         lr_factors, progress = self._lr_factors.factors if self._lr_factors else {}, None
         if isinstance(self.schedule, Schedule):
             progress = progress_text(self.schedule, self.step)
@@ -234,7 +224,7 @@ class Pruner:
         The copy may be wrapped, cast, on another device or sharded differently; if either is sharded, the call
         is collective. The copy needs every prunable weight under its name and in its shape.
         """
-        weights = copied_weights(model, self._weights)
+        weights = validation.copied_weights(model, self._weights)
         for name, weight in weights.items():
             mask, ranks = unpack_like(self._weights[name], self._bits.get(name)), ranks_of({name: weight})
             shard = shard_of(name, weight, ranks) if ranks and is_dtensor(weight) else None
@@ -306,10 +296,8 @@ class Pruner:
         in its own shape and placement, which ``torch.distributed.checkpoint`` loads at any world size.
         """
         if unpacked is False and self._shards:
-            raise ValueError(
-                "masks of DTensors cannot be packed, since the bits do not say which shard they belong to; pass "
-                "unpacked=True"
-            )
+            problem = "masks of DTensors cannot be packed, since the bits do not say which shard they belong to"
+            raise ValueError(f"{problem}; pass unpacked=True")
         if unpacked is None:
             unpacked = any(map(is_dtensor, self._weights.values()))
         masks = {name: mask.clone() for name, mask in self._bits.items()}
@@ -342,7 +330,6 @@ class Pruner:
         self._collect_inputs()
 
     def _read_state(self, *_: object) -> None:
-        """Take over the masks of an optimizer's state that was loaded."""
         self._guard.note("optimizer")
         if self._store.read_state() and self.schedule:
             self._guard.note("masks")
@@ -361,7 +348,7 @@ class Pruner:
             return  # a captured step is recorded, not run
         self.step += 1
         if self.step == 1:
-            check_parameters(self.model, self._weights)
+            validation.check_parameters(self.model, self._weights)
             check_state(self._weights, self.optimizer)
             if self.schedule:
                 check_moments(self._eligible.weights, self.optimizer, self.score)
@@ -399,7 +386,6 @@ class Pruner:
         warnings.warn(f"no gradient has reached {_listed(odd)}: left dense", stacklevel=2)
 
     def _scores(self, input_norms: Mapping[str, Tensor]) -> list[Lazy]:
-        """Lazy scores of all weights at this step."""
         check_state(self._weights, self.optimizer)
         self._guard.check_event()
         collected = {"movement": self._movement.sums if self._movement else {}, "input_norm": input_norms}

@@ -49,11 +49,7 @@ class RemoteError(ValueError):
 
 
 class Ranks:
-    """The ranks that hold one model together: sums over them, and the number of bytes that this rank sent.
-
-    Sums run over ``groups`` one after the other: one group of all ranks, or one for each axis of a mesh.
-    ``copies`` are the groups whose ranks hold copies of (some of) the weights.
-    """
+    """Ranks that hold one model: sums over ``groups`` one after the other; ``copies`` hold copies of weights."""
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), copies: Sequence[ProcessGroup] = ()) -> None:
         self.groups, self.copies = list(groups), list(copies)
@@ -65,17 +61,13 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Number of this rank among them, from 0."""
         number = 0
         for group in self.groups:
             number = number * dist.get_world_size(group) + dist.get_rank(group)
         return number
 
     def total(self, counts: Tensor, failed: Exception | None = None) -> Tensor:
-        """Element-wise sum over all ranks, on the device of ``counts``.
-
-        If one rank ``failed``, all raise a ValueError, so that none waits for ever.
-        """
+        """Element-wise sum over all ranks, on the device of ``counts``; if one rank ``failed``, all raise."""
         flag = counts.new_full((1,), 0 if failed is None else 1)
         sums = self._reduced(torch.cat([counts.reshape(-1), flag]), dist.ReduceOp.SUM, self.groups)
         if sums[-1] > 0:
@@ -83,7 +75,6 @@ class Ranks:
         return sums[:-1].view(counts.shape)
 
     def agree(self, failed: Exception | None = None) -> None:
-        """Raise on all ranks if one has failed."""
         self.total(torch.zeros(0, dtype=torch.int64), failed)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -113,7 +104,6 @@ class Ranks:
         return bool(self.total(torch.tensor([num_differing])))
 
     def each(self, number: int) -> list[int]:
-        """The number of every rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.rank] = number
         return self.total(numbers).tolist()
@@ -146,19 +136,14 @@ def _on_device_of(group: ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 def ranks_of(tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> Ranks | None:
-    """The ranks that hold these tensors together; None where this process is alone.
-
-    DTensors must share one mesh. Plain tensors are copies on all ranks of ``group``, by default on all there are.
-    """
+    """Ranks that hold DTensors of one mesh, or copies of plain tensors (``group``), together; None if alone."""
     meshes: list[Any] = []
     for name, tensor in tensors.items():
         if is_dtensor(tensor) and tensor.device_mesh not in meshes:  # pyrefly: ignore[missing-attribute]
             meshes.append(tensor.device_mesh)  # pyrefly: ignore[missing-attribute]
             if len(meshes) > 1:
-                raise ValueError(
-                    f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}, others on {meshes[0]}; "
-                    "leave it out with exclude=, or use the same mesh for all"
-                )
+                problem = f"all weights must be sharded over one mesh, but {name} is on {meshes[1]}"
+                raise ValueError(f"{problem}, others on {meshes[0]}; leave it out with exclude=, or use one mesh")
     if meshes:
         [mesh] = meshes
         if mesh.size() == 1:
@@ -202,9 +187,7 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
     offset, shape, is_owner = [0] * len(global_shape), list(global_shape), True
     strided = [axis for axis, placement in enumerate(placements) if _is_strided(placement)]
     if len({placements[axis].dim for axis in strided}) < len(strided):
-        raise ValueError(
-            f"{name} is sharded as {placements}, with two strided shards of one dimension; leave it out with exclude="
-        )
+        raise ValueError(f"{name} has two strided shards of one dimension, {placements}; leave it out with exclude=")
     # FSDP2 over tensor parallelism shards a dimension that is sharded already, and calls it strided: last
     for axis in [axis for axis in range(mesh.ndim) if axis not in strided] + strided:
         if placements[axis].is_replicate():
@@ -215,9 +198,7 @@ def shard_of(name: str, tensor: Tensor, ranks: Ranks) -> Shard:
             first = min(place[axis] * step, shape[dim])
             offset[dim], shape[dim] = offset[dim] + first, min(step, shape[dim] - first)
         else:
-            raise ValueError(
-                f"{name} is placed as {placements}, but a weight must be sharded or replicated; redistribute it"
-            )
+            raise ValueError(f"{name} is placed as {placements}; redistribute it, so that it is sharded or replicated")
     if (here := tuple(local(tensor).shape)) != tuple(shape):
         raise ValueError(f"{name}, placed as {placements}, should be {tuple(shape)} on this rank, but is {here}")
     return Shard(global_shape, tuple(offset), tuple(shape), is_owner, ranks)

@@ -43,10 +43,8 @@ class Rate:
 
     def __post_init__(self) -> None:
         if not isinstance(self.power, int | float) or not 0 <= self.power <= 2:
-            raise ValueError(
-                f"power must lie in [0, 2], got {self.power!r}; 0 leaves learning rates alone, 1 divides them by the "
-                "density"
-            )
+            problem = f"power must lie in [0, 2], got {self.power!r}"
+            raise ValueError(f"{problem}; 0 leaves learning rates alone, 1 divides them by the density")
         if not 0 < self.floor <= 1:
             raise ValueError(f"floor, the lowest density that counts, must lie in (0, 1], got {self.floor}")
 
@@ -111,11 +109,7 @@ class StepLrFactors:
 
 
 class GroupLrFactors:
-    """Factors on the rates of an optimizer's weights, there only inside its step: others see the groups that they made.
-
-    The step runs on a shallow copy of the optimizer in which every weight with a factor stands in a group of its own,
-    so that nothing has to be undone where it fails.
-    """
+    """Factors inside an optimizer's step alone, which runs on a shallow copy with a group for each factor."""
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> None:
         name = type(optimizer).__name__
@@ -130,11 +124,10 @@ class GroupLrFactors:
             if names:
                 is_decoupled(optimizer, group)
             if names and others and not is_torchs:
-                raise ValueError(
-                    f"rate= needs every prunable weight in its own parameter group, but {names[0]} shares one with "
-                    f"{others} more; use {name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or "
-                    "AdamWPrune (a Trainer takes either as optimizers=(optimizer, None))"
-                )
+                problem = f"rate= needs every prunable weight in its own parameter group, but {names[0]} shares one"
+                advice = f"use {name}(prunus.parameter_groups(model, weight_decay=...), lr=...), or AdamWPrune"
+                where = "a Trainer takes either as optimizers=(optimizer, None)"
+                raise ValueError(f"{problem} with {others} more; {advice} ({where})")
         self._source = self._stepping = optimizer  # what the step was called on, and the copy of it that steps
         self._before: dict[str, Any] = {}  # the copy's attributes as they were
         # a group of the source, a part of it, that part before the step, and the factors in it
@@ -161,10 +154,8 @@ class GroupLrFactors:
         if optimizer is not self.optimizer:  # the copy, whose step calls that of a parent class
             return None
         if is_capturing():
-            raise ValueError(
-                "a graph of this step would freeze the learning rates at the current densities; use AdamWPrune with "
-                "rate="
-            )
+            problem = "a graph of this step would freeze the learning rates at the current densities"
+            raise ValueError(f"{problem}; use AdamWPrune with rate=")
         self._source, self._stepping = args[0], object.__new__(type(optimizer))
         self._before = {**vars(self._source)}
         vars(self._stepping).update(self._before)
@@ -172,10 +163,7 @@ class GroupLrFactors:
         return before_update(self._split)(optimizer, args, kwargs) or (args, kwargs)
 
     def _split(self, stepping: Optimizer) -> None:
-        """Give the copy groups of one factor each: a weight with a factor alone, the rest of a group together.
-
-        A factor on lr leaves lr * weight_decay as it is where decay is decoupled.
-        """
+        """Groups of one factor each for the copy; where decay is decoupled, lr * weight_decay stays as it is."""
         self._parts = []
         for group in self._source.param_groups:
             factors = {p: self.factors[self._names[p]] for p in group["params"] if p in self._names}
@@ -215,14 +203,11 @@ def is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         return bool(group.get("decoupled_weight_decay", False))
     if kinds & COUPLED or not group.get("weight_decay"):
         return False
-    raise ValueError(
-        f"rate= must not change weight decay, but it is unknown how {type(optimizer).__name__} decays; set "
-        "weight_decay=0 for the pruned weights, or use AdamWPrune or torch.optim.AdamW"
-    )
+    problem = f"rate= must not change weight decay, but it is unknown how {type(optimizer).__name__} decays"
+    raise ValueError(f"{problem}; set weight_decay=0 for the pruned weights, or use AdamWPrune or torch.optim.AdamW")
 
 
 def lr_factors_of(optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> StepLrFactors | GroupLrFactors:
-    """How factors reach the step of this optimizer."""
     if isinstance(optimizer, AdamWPrune):
         return StepLrFactors(optimizer, weights)
     return GroupLrFactors(optimizer, weights)

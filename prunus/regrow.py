@@ -70,11 +70,10 @@ class Regrow:
         keys = {key for state in optimizer.state.values() for key, value in state.items() if value is not None}
         needed = set(self.reads) - {"grad"}
         if not needed <= keys and not (self.by == "momentum" and "momentum_buffer" in keys):
-            raise ValueError(
-                f"regrow by {self.by} reads {' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps "
-                f"{', '.join(sorted(keys - {'mask', 'step'})) or 'nothing'}; use AdamW, Adam, NAdam or AdamWPrune, or "
-                "by='gradient'"
-            )
+            kept = ", ".join(sorted(keys - {"mask", "step"})) or "nothing"
+            problem = f"{' and '.join(sorted(needed))}, but {type(optimizer).__name__} keeps {kept}"
+            advice = "use AdamW, Adam, NAdam or AdamWPrune, or by='gradient'"
+            raise ValueError(f"regrow by {self.by} reads {problem}; {advice}")
 
     def sources(
         self, weights: Sequence[Weight], optimizer: Optimizer, shards: Mapping[str, Shard] | None = None
@@ -84,9 +83,7 @@ class Regrow:
         more: dict[str, dict[str, Tensor]] = {}
         if self.by == "momentum" and any(buffer is not None for buffer in buffers.values()):
             if missing := [name for name, buffer in buffers.items() if buffer is None]:
-                raise ValueError(
-                    f"{missing[0]} has no momentum yet, since no gradient has reached it; exclude it, or wait"
-                )
+                raise ValueError(f"{missing[0]} has no momentum yet, as no gradient reached it; exclude it, or wait")
             more = {"exp_avg": buffers}
         return sources(weights, optimizer, REGROWTH[self.by], {}, more=more, shards=shards)
 
@@ -101,10 +98,9 @@ def regrown_masks(
 ) -> tuple[dict[str, Tensor], int]:
     """Packed masks of exactly the selector's counts, and how many weights came back.
 
-    ``live`` are packed bits, and how many are set in all. A ``share`` of the live weights changes places with pruned
-    ones, which ``back`` ranks: every group of the selector (all weights, a layer, a row) loses r live weights more than
-    its quota and gets back r of those that were pruned before: nothing that is pruned now comes back now. A weight with
-    a row that is sparser than its quota, as masks given at the start may be, swaps none.
+    ``live`` are packed bits, and how many are set in all. Every group of the selector loses a ``share`` of its live
+    weights more than its quota, and gets back as many of those that were pruned before, which ``back`` ranks. A weight
+    with a row that is sparser than its quota swaps none.
     """
     num_live = select.count_live(scores, *live)
     quotas, nums = select.quota_of(scores, sparsity, num_live), []

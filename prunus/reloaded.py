@@ -23,11 +23,7 @@ class ReloadGuard:
     """Looks at what was loaded before the next step, since what fits it may be loaded after it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        masking: Masking,
-        action: Literal["zero", "raise"],
-        masks: Mapping[str, Tensor] | str | None,
+        self, model: nn.Module, masking: Masking, action: str, masks: Mapping[str, Tensor] | str | None
     ) -> None:
         self.model, self.masking, self.store, self.action = model, masking, masking.store, action
         self._is_first = True  # no step has followed yet
@@ -50,7 +46,6 @@ class ReloadGuard:
         self._hooks.close()
 
     def note(self, *parts: LoadedPart) -> None:
-        """These were loaded."""
         self._loaded.update(parts)
 
     def note_pruner(self, masks: Mapping[str, Tensor]) -> None:
@@ -81,39 +76,24 @@ class ReloadGuard:
         self._loaded, self._is_first = set(), False
 
     def _may_miss_masks(self) -> bool:
-        """Whether the masks may not be those of the weights: before the first step, or with another optimizer's state.
-
-        A model that is loaded alone in a run may have zeros that came back. ``masks={}`` says that none are kept.
-        """
+        """Whether the masks may not be those of the weights: before a first step, or with a loaded optimizer."""
         if self._given is not None and not self._given:
             return False
         return "optimizer" in self._loaded or (self._is_first and self._given is None)
 
     def _check_zeros(self) -> bool:
-        """Whether no zeros are outside the masks, where a step would fill them; the pruner's state was not loaded.
-
-        It raises for zeros that the optimizer has trained around, since those were pruned, and warns of others. Those
-        outside the masks that came with an optimizer's state have come back.
-        """
+        """Whether no zeros lie outside the masks; an error if the optimizer trained around them, else a warning."""
         share = 0.0 if "masks" in self._loaded else self.store.share_of_unmasked_zeros(bits.CHUNK)
         if share > FEW and has_trained(self.store.weights, self.masking.optimizer):
-            raise ValueError(
-                f"{share:.0%} of the weights are zero but in no mask, so this step would fill them; to continue a run, "
-                "also call pruner.load_state_dict; otherwise make the Pruner after loading, with masks='zeros' to keep "
-                "the zeros or masks={} to fill them"
-            )
+            problem = f"{share:.0%} of the weights are zero but in no mask, so this step would fill them"
+            advice = "to continue a run, also call pruner.load_state_dict; otherwise make the Pruner after loading"
+            raise ValueError(f"{problem}; {advice}, with masks='zeros' to keep the zeros or masks={{}} to fill them")
         if share > FEW:
-            warnings.warn(
-                f"{share:.0%} of the weights are zero already, and the first step fills them; Pruner(..., "
-                "masks='zeros') keeps them zero",
-                stacklevel=2,
-            )
+            problem = f"{share:.0%} of the weights are zero already, and the first step fills them"
+            warnings.warn(f"{problem}; Pruner(..., masks='zeros') keeps them zero", stacklevel=2)
         if "masks" in self._loaded and self.masking.progress.step == 0:
-            warnings.warn(
-                "the masks came with the optimizer's state, but the schedule starts at step 0; to continue a run, also "
-                "call pruner.load_state_dict",
-                stacklevel=2,
-            )
+            problem = "the masks came with the optimizer's state, but the schedule starts at step 0"
+            warnings.warn(f"{problem}; to continue a run, also call pruner.load_state_dict", stacklevel=2)
         return share <= FEW
 
     def _check_forgotten(self) -> None:
@@ -122,17 +102,11 @@ class ReloadGuard:
         keeps_state = any(group.get("momentum", True) for group in optimizer.param_groups)  # all but plain SGD
         is_trained = "optimizer" in self._loaded or has_trained(self.store.weights, optimizer)
         if self._is_first and self._zeroed and is_trained and "model" not in self._loaded:
-            warnings.warn(
-                f"the pruner continues from step {step}, but {self._zeroed} was not zero where its masks prune; to "
-                "continue a run, also call model.load_state_dict",
-                stacklevel=2,
-            )
+            problem = f"the pruner continues from step {step}, but {self._zeroed} was not zero where its masks prune"
+            warnings.warn(f"{problem}; to continue a run, also call model.load_state_dict", stacklevel=2)
         if step and keeps_state and not is_trained:
-            warnings.warn(
-                f"the pruner continues from step {step}, but the optimizer has no state; to continue a run, also call "
-                "optimizer.load_state_dict",
-                stacklevel=2,
-            )
+            problem = f"the pruner continues from step {step}, but the optimizer has no state"
+            warnings.warn(f"{problem}; to continue a run, also call optimizer.load_state_dict", stacklevel=2)
 
     def _has_only_zeros(self) -> bool:
         """Whether the weights on this rank are zero where the masks prune; if not, it warns once, or raises."""

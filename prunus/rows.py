@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.candidates import Packed, check_finite, kernels_read
-from .ops.lazy import Lazy, sortable
+from .ops.lazy import Lazy, Sources, sortable
 from .ops.shard import Shard, together
 from .threshold import kept, sums_of
 
@@ -44,10 +44,10 @@ class RowScores:
 Decide = Callable[[RowScores], Tensor]  # what goes
 
 
-def cut_rows(sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed) -> dict[str, Tensor]:
+def cut_rows(sources: Sources, num_drop: Mapping[str, int], live: Packed) -> dict[str, Tensor]:
     """Packed masks without the ``num_drop`` smallest of every row of a weight, the first of equal ones first."""
 
-    def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+    def by_kernel(whole: Sources) -> dict[str, Tensor]:
         from .ops._triton.rows import drop_in_rows
 
         return drop_in_rows(whole, [num_drop[source.name] for source in whole], live)
@@ -55,12 +55,12 @@ def cut_rows(sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed)
     return _masks(sources, live, lambda source, _: lambda rows: smallest(rows, num_drop[source.name]), by_kernel)
 
 
-def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed) -> dict[str, Tensor]:
+def cut_groups(sources: Sources, num_drop: int, group: int, live: Packed) -> dict[str, Tensor]:
     """Packed masks without the ``num_drop`` smallest of every ``group`` neighbours in a row."""
     if num_drop == 0:
         return {source.name: kept(source, live) for source in sources}
 
-    def by_kernel(whole: Sequence[Lazy]) -> dict[str, Tensor]:
+    def by_kernel(whole: Sources) -> dict[str, Tensor]:
         from .ops._triton.rows import drop_in_groups
 
         return drop_in_groups(whole, num_drop, group, live)
@@ -72,10 +72,10 @@ def cut_groups(sources: Sequence[Lazy], num_drop: int, group: int, live: Packed)
 
 
 def _masks(
-    sources: Sequence[Lazy],
+    sources: Sources,
     live: Packed,
     decide: Callable[[Lazy, bool], Decide],
-    by_kernel: Callable[[Sequence[Lazy]], dict[str, Tensor]],
+    by_kernel: Callable[[Sources], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Packed masks: rows that lie whole here are cut here, then those that ranks share, weight by weight."""
     spans = dict(zip(sources, spanning(sources), strict=True))
@@ -90,7 +90,7 @@ def _masks(
     return masks | {s.name: by_rows(s, shared_rows(s, live), decide(s, True)) for s in sources if spans[s]}
 
 
-def spanning(sources: Sequence[Lazy]) -> list[bool]:
+def spanning(sources: Sources) -> list[bool]:
     """Whether the rows of each weight reach over several ranks; the same on all of them."""
     if not sources[0].shard:
         return [False] * len(sources)

@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import ClassVar, Literal, Self
 
-SHAPES = {
-    "linear": lambda p: p,
-    "cubic": lambda p: p**3,
-    "zhu_gupta": lambda p: 1 - (1 - p) ** 3,
-}
+SHAPES = {"linear": lambda p: p, "cubic": lambda p: p**3, "zhu_gupta": lambda p: 1 - (1 - p) ** 3}
 NUM_EVENTS = 20  # of a ramp, about, however long it is, where nothing else is said
 
 
@@ -39,18 +35,13 @@ class _Steps:
         elif isinstance(step, float):
             return round(step * num_steps)
         elif step > num_steps:
-            raise ValueError(
-                f"{self} goes beyond the run's {num_steps} steps, so it would not reach its sparsity; take earlier "
-                "steps"
-            )
+            raise ValueError(f"{self} would not reach its sparsity in the run of {num_steps} steps; take earlier steps")
         return int(step)
 
     def _check_resolved(self) -> None:
         """Refuse fractions: taken for steps, they would leave the model dense in silence."""
         if any(isinstance(getattr(self, name), float) for name in self.STEPS):
-            raise ValueError(
-                f"{self} has fractions of a run of unknown length; schedule.over(num_steps) turns them into steps"
-            )
+            raise ValueError(f"{self} has fractions of a run of unknown length; use schedule.over(num_steps)")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .ops.formula import Formula, mixed, start_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+Eps = float | None
 ROOT = 0.5  # a power that torch computes as the square root itself; its sqrt() is twenty times slower on zeros on x86
 
 
@@ -27,29 +28,23 @@ def magnitude(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
-def bitter0(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
-) -> Tensor:
+def bitter0(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: Eps = None, adam_eps: float = 1e-8) -> Tensor:
     """``w^2 |m| / (sqrt(v) + eps)``: momentum that is large against its noise."""
     return weight.square() * direction(exp_avg, exp_avg_sq, eps, adam_eps).abs_()
 
 
-def bitter3(weight: Tensor, exp_avg: Tensor, *, eps: float | None = None) -> Tensor:
+def bitter3(weight: Tensor, exp_avg: Tensor, *, eps: Eps = None) -> Tensor:
     """``|w| sqrt(|m| + eps)``"""
     root = (exp_avg.abs() + eps if eps else exp_avg.abs()).pow_(ROOT)
     return root.mul_(weight.abs())
 
 
-def bitter5(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
-) -> Tensor:
+def bitter5(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: Eps = None, adam_eps: float = 1e-8) -> Tensor:
     """``sign(w) m / (sqrt(v) + eps) + 0.1 |w|``: low where Adam pushes the weight away from zero; may be negative."""
     return weight.sign() * direction(exp_avg, exp_avg_sq, eps, adam_eps) + 0.1 * weight.abs()
 
 
-def bitter6(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
-) -> Tensor:
+def bitter6(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: Eps = None, adam_eps: float = 1e-8) -> Tensor:
     """``|w| sqrt(|m| + eps) sqrt(m^2 / (v + eps))``: bitter3 times the coherence of the gradient."""
     if eps is None:
         coherence = direction(exp_avg, exp_avg_sq, eps, adam_eps).abs_()
@@ -58,19 +53,17 @@ def bitter6(
     return bitter3(weight, exp_avg, eps=eps) * coherence
 
 
-def bitter7(weight: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None) -> Tensor:
+def bitter7(weight: Tensor, exp_avg_sq: Tensor, *, eps: Eps = None) -> Tensor:
     """``|w| (v + eps)^(1/4)``: magnitude, weighted by how strongly the loss reacts. The default in training."""
     return (exp_avg_sq + eps if eps else exp_avg_sq).pow(ROOT).pow_(ROOT).mul_(weight.abs())
 
 
-def bitter8(weight: Tensor, exp_avg: Tensor, step: float, *, beta1: float = 0.9, eps: float | None = None) -> Tensor:
+def bitter8(weight: Tensor, exp_avg: Tensor, step: float, *, beta1: float = 0.9, eps: Eps = None) -> Tensor:
     """``|w| sqrt(|m_hat| + eps)``, ``m_hat = m / (1 - beta1^t)``: bitter3 without Adam's cold start."""
     return bitter3(weight, exp_avg / (1 - beta1**step), eps=eps)
 
 
-def bitter9(
-    weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: float | None = None, adam_eps: float = 1e-8
-) -> Tensor:
+def bitter9(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, eps: Eps = None, adam_eps: float = 1e-8) -> Tensor:
     """``|w| sqrt(|m| + eps) - 0.1 movement``, ``movement = -sign(w) m / (sqrt(v) + eps)``; may be negative."""
     return bitter3(weight, exp_avg, eps=eps) + 0.1 * weight.sign() * direction(exp_avg, exp_avg_sq, eps, adam_eps)
 
@@ -101,10 +94,8 @@ def power(values: Tensor, q: float) -> Tensor:
 
 def check_power(q: float | None) -> None:
     if q is not None and q not in (0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
-        raise ValueError(
-            f"fisher takes a multiple of 1/8 below 1 for q, such as 0.25, or no q for w^2 v, got {q!r}; other powers "
-            "round differently in a shard, so masks would depend on the number of ranks"
-        )
+        problem = f"fisher takes a multiple of 1/8 below 1 for q, such as 0.25, or no q for w^2 v, got {q!r}"
+        raise ValueError(f"{problem}; others round differently in a shard: masks would depend on the number of ranks")
 
 
 def movement(movement: Tensor) -> Tensor:
@@ -142,7 +133,7 @@ def gradient(grad: Tensor) -> Tensor:
     return grad.abs()
 
 
-def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float | None, adam_eps: float) -> Tensor:
+def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: Eps, adam_eps: float) -> Tensor:
     """``m / (sqrt(v) + eps)``: where Adam would step, in units of the learning rate."""
     return exp_avg / exp_avg_sq.pow(ROOT).add_(adam_eps if eps is None else eps)
 
@@ -151,11 +142,10 @@ def direction(exp_avg: Tensor, exp_avg_sq: Tensor, eps: float | None, adam_eps: 
 class Score:
     """All there is to know about a score.
 
-    ``settings`` are its other arguments: constants of Adam, the weight's name.
-    ``formula`` says how kernels compute it with given constants, or None if no kernel does; a score without
-    a formula, such as your own function, reads whole tensors, and its scores of one weight are stored for a while.
-    ``check`` refuses options that do not fit.
-    ``equals`` names the score that computes the same with given options if all weights took equally many Adam steps.
+    ``settings`` are its other arguments: constants of Adam, the weight's name. ``formula`` says how kernels compute it
+    with given constants, or None if no kernel does; a score without a formula, such as your own function, reads whole
+    tensors, and its scores of one weight are stored for a while. ``check`` refuses options that do not fit. ``equals``
+    names the score that computes the same with given options if all weights took equally many Adam steps.
     """
 
     of: Callable[..., Tensor]

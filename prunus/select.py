@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .ops.candidates import Packed
-    from .ops.lazy import Lazy
+    from .ops.lazy import Lazy, Sources
 
 Counts = Mapping[str, int]  # weights by name
 Live = Counts | int | None  # live elements of each weight, or of all; None where they are not known
@@ -39,7 +39,6 @@ class Shape(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """Elements of a row."""
         if self.outputs is None:
             raise ValueError(
                 f"{self.name} has no rows: a grouped transposed convolution; exclude it, or select by layer or globally"
@@ -84,14 +83,12 @@ class Selector(ABC):
         masks = self.packed(sources, sparsity, live) if sources else {}
         return {name: bits.unpack(masks[name], value.shape) for name, value in scores.items()}
 
-    def packed(
-        self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int | None = None
-    ) -> dict[str, Tensor]:
+    def packed(self, sources: Sources, sparsity: float, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
         """Packed masks; ``num_live`` is how many elements of all sources are live, if that is known."""
         counted = self.count_live(sources, live, num_live)
         return self.cut(sources, self.quota_of(sources, sparsity, counted), live, counted)
 
-    def quota_of(self, sources: Sequence[Lazy], sparsity: float, num_live: Live = None) -> list[Quota]:
+    def quota_of(self, sources: Sources, sparsity: float, num_live: Live = None) -> list[Quota]:
         """The quota of sources, of which so many elements are live."""
         shapes = [Shape(source.name, source.global_shape, source.outputs) for source in sources]
         pruned = None
@@ -99,15 +96,13 @@ class Selector(ABC):
             pruned = {shape.name: shape.numel - num_live[shape.name] for shape in shapes}
         return self.quota(shapes, sparsity, pruned)
 
-    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+    def count_live(self, sources: Sources, live: Packed, num_live: int | None) -> Live:
         """What ``quota_of`` and ``cut`` need to know: live elements of each source, or of all if those suffice."""
         from .threshold import num_kept_each
 
         return num_kept_each(sources, live)
 
-    def cut(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
-    ) -> dict[str, Tensor]:
+    def cut(self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live = None) -> dict[str, Tensor]:
         """Packed masks without the smallest of each group; ``num_live`` is what ``count_live`` gave."""
         from .threshold import cut, cut_each
 
@@ -122,7 +117,7 @@ class Selector(ABC):
         return masks
 
     def num_pruned(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live
+        self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live
     ) -> list[tuple[int, int]]:
         """The least and the most weights of a group of each quota that are pruned, of the groups on this rank."""
         if isinstance(num_live, Mapping):
@@ -131,7 +126,7 @@ class Selector(ABC):
             pruned = [quota.size - (num_live or 0) for quota in quotas]
         return list(zip(pruned, pruned, strict=True))
 
-    def prunes_more(self, sources: Sequence[Lazy], sparsity: float, live: Packed, num_live: int) -> bool:
+    def prunes_more(self, sources: Sources, sparsity: float, live: Packed, num_live: int) -> bool:
         """Whether a group has fewer weights pruned than its quota; the same on all ranks."""
         import torch
 
@@ -154,7 +149,7 @@ class Global(Selector):
         total = sum(shape.numel for shape in shapes)
         return [Quota(tuple(shape.name for shape in shapes), total, round(sparsity * total))]
 
-    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+    def count_live(self, sources: Sources, live: Packed, num_live: int | None) -> Live:
         return num_live
 
 
@@ -177,11 +172,11 @@ class PerLayer(Selector):
 class _WithinRows(Selector):
     """Each quota is of the rows of one weight, or of parts of them."""
 
-    def count_live(self, sources: Sequence[Lazy], live: Packed, num_live: int | None) -> Live:
+    def count_live(self, sources: Sources, live: Packed, num_live: int | None) -> Live:
         return None
 
     def num_pruned(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live
+        self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live
     ) -> list[tuple[int, int]]:
         from .rows import num_pruned, spanning
 
@@ -205,9 +200,7 @@ class PerRow(_WithinRows):
             for shape, size in zip(shapes, sizes, strict=True)
         ]
 
-    def cut(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
-    ) -> dict[str, Tensor]:
+    def cut(self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live = None) -> dict[str, Tensor]:
         from .rows import cut_rows
 
         return cut_rows(sources, {quota.names[0]: quota.num_drop for quota in quotas}, live)
@@ -232,22 +225,16 @@ class NofM(_WithinRows):
     def quota(self, shapes: Sequence[Shape], sparsity: float, num_pruned: Counts | None = None) -> list[Quota]:
         num_drop = self.m - self.n if sparsity else 0
         if sparsity and abs(sparsity - self.sparsity) >= 1e-9:
-            raise ValueError(
-                f"{self.n}:{self.m} is a sparsity of {self.sparsity:g}, but {sparsity:g} was asked for; "
-                f"give prune() sparsity={self.sparsity:g}, a Pruner OneShot({self.sparsity:g}, at=...) or "
-                f"Constant({self.sparsity:g})"
-            )
+            own = self.sparsity
+            problem = f"{self.n}:{self.m} is a sparsity of {own:g}, but {sparsity:g} was asked for; give prune()"
+            raise ValueError(f"{problem} sparsity={own:g}, a Pruner OneShot({own:g}, at=...) or Constant({own:g})")
         for shape in shapes:
             if sparsity and shape.num_inputs % self.m:
-                raise ValueError(
-                    f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide; "
-                    "exclude it, or choose another N:M"
-                )
+                problem = f"{shape.name} has rows of {shape.num_inputs} inputs, which {self.m} does not divide"
+                raise ValueError(f"{problem}; exclude it, or choose another N:M")
         return [Quota((shape.name,), self.m, num_drop, shape.numel // self.m) for shape in shapes]
 
-    def cut(
-        self, sources: Sequence[Lazy], quotas: Sequence[Quota], live: Packed, num_live: Live = None
-    ) -> dict[str, Tensor]:
+    def cut(self, sources: Sources, quotas: Sequence[Quota], live: Packed, num_live: Live = None) -> dict[str, Tensor]:
         from .rows import cut_groups
 
         return cut_groups(sources, quotas[0].num_drop, quotas[0].size, live)

@@ -73,7 +73,6 @@ class SparsityReport:
         return f"{share} of {self.num_prunable} prunable weights, {of_all} of all are zero"
 
     def plot(self) -> Figure:
-        """Sparsity of each layer."""
         return layers_chart([asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers])
 
     def _repr_html_(self) -> str:
@@ -93,10 +92,7 @@ def report(
     progress: str | None = None,
     holding: Callable[[Sequence[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
 ) -> SparsityReport:
-    """Zeros of every weight matrix, pruned or not, with the reason for those that are not.
-
-    Collective over ``ranks``, which hold shards of the weights. ``holding`` brings those of some names into memory.
-    """
+    """Zeros of every weight matrix, and why it is dense, over all ``ranks``; ``holding`` brings it into memory."""
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     reasons = {weight.name: None for weight in chosen.weights} | chosen.dense
     named = {name: p for name, p in parameters.items() if name in reasons}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .eligible import Weight
 from .ops.lazy import Lazy, check_elementwise
@@ -44,7 +45,7 @@ def score_of(score: str | Callable[..., Tensor], options: Mapping[str, Any]) -> 
 
 def sources(
     weights: Sequence[Weight],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     score: Score,
     options: Mapping[str, Any],
     *,
@@ -54,10 +55,8 @@ def sources(
 ) -> list[Lazy]:
     """Lazy scores of every weight; ``more`` holds statistics by kind and name, and goes before the optimizer's own.
 
-    ``shards`` are this rank's, if weights are sharded. If weights took different numbers of Adam steps or have
-    different betas, bias corrections make their moments comparable; a score that reads ``step`` corrects them
-    itself. Otherwise the corrections are one common factor, which changes no order: our own scores leave it out, so
-    that bitter8 equals bitter3 to the bit, and fisher with an exponent of 1/4 equals bitter7.
+    If weights took different numbers of Adam steps or have different betas, bias corrections make their moments
+    comparable, unless the score reads ``step``. A factor that all share is left out: bitter8 equals bitter3 to the bit.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     reads_moments = any(name in MOMENTS for name in score.reads)
@@ -99,7 +98,7 @@ def settings_of(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, score: Score) -> None:
+def check_moments(weights: Sequence[Weight], optimizer: Optimizer, score: Score) -> None:
     """Refuse an optimizer that does not keep the moments that the score reads."""
     for weight in weights:
         for name in score.reads:
@@ -107,9 +106,7 @@ def check_moments(weights: Sequence[Weight], optimizer: torch.optim.Optimizer, s
                 moment(name, weight, optimizer)
 
 
-def without_gradient(
-    weights: Sequence[Weight], optimizer: torch.optim.Optimizer, reads: Collection[str]
-) -> list[Weight]:
+def without_gradient(weights: Sequence[Weight], optimizer: Optimizer, reads: Collection[str]) -> list[Weight]:
     """Weights that no gradient has reached, where a score reads gradients or moments."""
     moments = [name for name in MOMENTS if name in reads]
     if not any(name in state for state in optimizer.state.values() for name in moments):
@@ -123,7 +120,7 @@ def without_gradient(
     return [weight for weight in weights if lacks(weight)]
 
 
-def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tensor:
+def moment(name: str, weight: Weight, optimizer: Optimizer) -> Tensor:
     """``exp_avg`` or ``exp_avg_sq`` of a weight, as a plain tensor of its shape; on this rank its shard."""
     state = optimizer.state.get(weight.parameter, {})
     tensor = state.get(name)
@@ -131,20 +128,14 @@ def moment(name: str, weight: Weight, optimizer: torch.optim.Optimizer) -> Tenso
         return local(tensor)
     kept = [key for key in state if key not in ("step", "mask")]
     if not kept and (weight.parameter.grad is None or any(name in other for other in optimizer.state.values())):
-        raise ValueError(
-            f"{weight.name} has no Adam state yet, since no gradient has reached it, so a score that reads {name} "
-            "cannot rank it; begin later, exclude it, or pass no_gradient='dense'"
-        )
-    raise ValueError(
-        f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'} for "
-        f"{weight.name}; "
-        "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune), or the score magnitude or movement"
-    )
+        problem = f"{weight.name} has no Adam state yet, since no gradient has reached it, so a score that reads {name}"
+        raise ValueError(f"{problem} cannot rank it; begin later, exclude it, or pass no_gradient='dense'")
+    problem = f"the score reads {name}, but {type(optimizer).__name__} keeps {', '.join(kept) or 'nothing'}"
+    advice = "use an optimizer with plain Adam moments (AdamW, Adam, NAdam, AdamWPrune)"
+    raise ValueError(f"{problem} for {weight.name}; {advice}, or the score magnitude or movement")
 
 
-def _read(
-    name: str, weight: Weight, optimizer: torch.optim.Optimizer, more: Mapping[str, Mapping[str, Tensor]]
-) -> Tensor:
+def _read(name: str, weight: Weight, optimizer: Optimizer, more: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
     if weight.name in more.get(name, {}):
         return local(more[name][weight.name])
     if name == "weight":
@@ -169,7 +160,7 @@ class Movement:
         if (name := self._names.get(id(parameter))) is not None:
             local(self.sums[name]).addcmul_(local(grad), local(parameter), value=-lr)
 
-    def add_all(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_all(self, optimizer: Optimizer) -> None:
         """Add the update that ``optimizer`` is about to make, without a GradScaler's factor."""
         if is_skipped(optimizer):
             return
@@ -181,7 +172,7 @@ class Movement:
                     self.add(parameter, parameter.grad, float(group["lr"]) * scale)
 
 
-def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
+def is_skipped(optimizer: Optimizer) -> bool:
     """Whether a GradScaler lets a fused optimizer skip this step because of infinite gradients."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())

@@ -1,11 +1,9 @@
 """The exact cut: which of all scores of many weights are the k smallest, whether one process holds them or many ranks.
 
-The smallest are dropped; among equal scores the first in the order of the weights, then of the positions in the
-weight, is dropped first, whoever holds it. What is not live is dropped already: it is counted, never ranked.
-
-Each rank reads its own scores once: a sample brackets the threshold, and only what falls into the bracket is ranked.
-Nothing but counts leaves a rank, so that masks are those of one process, to the bit. One process is the case in which
-there is nothing to add; on a GPU it leaves all of the cut to kernels.
+Among equal scores the first in the order of the weights, then of the positions in the weight, is dropped first, whoever
+holds it. What is not live is dropped already: it is counted, never ranked. Each rank reads its own scores once: a
+sample brackets the threshold, and only what falls into the bracket is ranked. Nothing but counts leaves a rank. One
+process is the case in which there is nothing to add; on a GPU it leaves all of the cut to kernels.
 """
 
 import math
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from .ops import bits
 from .ops.candidates import Candidates, Packed, candidates, is_small, live_chunks, order_statistics, sampled
-from .ops.lazy import Lazy, from_sortable, sortable
+from .ops.lazy import Lazy, Sources, from_sortable, sortable
 from .ops.shard import Shard, Sums, attempt, together
 
 DIGIT = 16  # bits fixed by one pass; 2^16 counts fit the cache, and float32 needs two passes
@@ -36,7 +34,7 @@ class Alone:
         return counts
 
 
-def sums_of(sources: Sequence[Lazy]) -> Sums:
+def sums_of(sources: Sources) -> Sums:
     """Sums over the ranks that hold the weights together."""
     return sources[0].shard.ranks if sources[0].shard else Alone()
 
@@ -46,11 +44,8 @@ def counts(source: Lazy) -> bool:
     return source.shard is None or source.shard.is_owner
 
 
-def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
-    """Packed masks that drop the ``num_drop`` smallest scores of all weights together.
-
-    ``num_live`` is how many elements of all ranks are live, for callers that know it.
-    """
+def cut(sources: Sources, num_drop: int, live: Packed, num_live: int | None = None) -> dict[str, Tensor]:
+    """Packed masks without the ``num_drop`` smallest scores of all weights; ``num_live``, over all ranks, if known."""
     total = sum(source.global_numel for source in sources)
     if num_live is None:
         num_live = sum(num_kept_each(sources, live).values()) if live else total
@@ -63,7 +58,7 @@ def cut(sources: Sequence[Lazy], num_drop: int, live: Packed, num_live: int | No
 
 
 def cut_each(
-    sources: Sequence[Lazy], num_drop: Mapping[str, int], live: Packed, num_live: Mapping[str, int]
+    sources: Sources, num_drop: Mapping[str, int], live: Packed, num_live: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """Packed masks that drop the ``num_drop`` smallest scores of each weight; on a GPU one launch serves all."""
     drops = {s.name: num_drop[s.name] - s.global_numel + num_live[s.name] for s in sources}
@@ -81,7 +76,7 @@ def kept(source: Lazy, live: Packed) -> Tensor:
     return live[source.name].clone() if source.name in live else bits.full(source.numel, source.device)
 
 
-def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
+def num_kept_each(sources: Sources, live: Packed) -> dict[str, int]:
     """Live elements of each weight, over all ranks, brought to the host at once."""
     everything = {source.name: source.global_numel for source in sources}
     masked = [source for source in sources if source.name in live]
@@ -92,9 +87,7 @@ def num_kept_each(sources: Sequence[Lazy], live: Packed) -> dict[str, int]:
     return everything | dict(zip([source.name for source in masked], numbers.tolist(), strict=True))
 
 
-def _by_kernels(
-    sources: Sequence[Lazy], num_drop: Sequence[int], num_live: Sequence[int], live: Packed
-) -> dict[str, Tensor]:
+def _by_kernels(sources: Sources, num_drop: Sequence[int], num_live: Sequence[int], live: Packed) -> dict[str, Tensor]:
     """The masks of one process, of all weights together or of each, if kernels can find them; else none."""
     if sources[0].device.type != "cuda" or sources[0].shard:
         return {}
@@ -104,7 +97,7 @@ def _by_kernels(
     return launch_cut(low, num_drop, num_live, live).wait() if low else {}
 
 
-def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> dict[str, Tensor]:
+def _by_counts(sources: Sources, num_drop: int, num_live: int, live: Packed) -> dict[str, Tensor]:
     """Masks without the ``num_drop`` smallest of all ranks' ``num_live`` live scores."""
     sums, dtype = sums_of(sources), sources[0].compared
     lo, hi, limit = bracket(sources, num_drop, num_live, live)
@@ -128,11 +121,8 @@ def _by_counts(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Pack
     return _with_ties(sources, inside.masks(sources), inside.masks(sources, equal), numbers, num_equal)
 
 
-def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
-    """Scores ``lo <= hi`` that very likely enclose the cut, and how many may lie between them.
-
-    They are order statistics of a sample, which stays on the ranks that drew it and is counted there.
-    """
+def bracket(sources: Sources, num_drop: int, num_live: int, live: Packed) -> tuple[float, float, int]:
+    """Scores ``lo <= hi`` that very likely enclose the cut, by a sample, and how many may lie between them."""
     dtype, sums = sources[0].compared, sums_of(sources)
     is_float = dtype.is_floating_point
     lowest, highest = (-math.inf, math.inf) if is_float else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -149,7 +139,7 @@ def bracket(sources: Sequence[Lazy], num_drop: int, num_live: int, live: Packed)
     return scores[0] if 0 <= first < num else lowest, scores[-1] if 0 <= last < num else highest, limit
 
 
-def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, Tensor]:
+def _counted(sources: Sources, inside: Candidates | None) -> tuple[int, Tensor]:
     """How many lie above the bracket, and keys of what lies inside, of the parts that this rank counts."""
     if inside is None:
         return 0, _no_keys(sources)
@@ -161,16 +151,12 @@ def _counted(sources: Sequence[Lazy], inside: Candidates | None) -> tuple[int, T
     return num_above, sortable(scores)
 
 
-def _no_keys(sources: Sequence[Lazy]) -> Tensor:
+def _no_keys(sources: Sources) -> Tensor:
     return sortable(torch.empty(0, dtype=sources[0].compared, device=sources[0].device))
 
 
 def descend(counts_of: DigitCounts, width: int, wanted: Sequence[int], sums: Sums) -> list[tuple[int, int]]:
-    """Keys of the wanted ranks (from 1) among the keys of all ranks, and their ranks among equal keys.
-
-    A radix descent over counts, several at once: a digit of 16 bits is counted on each rank, and its two
-    halves travel one after the other, 2 KiB each.
-    """
+    """Keys of wanted ranks (from 1) among all ranks' keys, and their ranks among equal ones, by counts of digits."""
     prefixes: list[int | None] = [None] * len(wanted)
     left = torch.tensor(wanted).unsqueeze(1)
     for shift in range(width - DIGIT, -1, -DIGIT):
@@ -189,11 +175,7 @@ def descend(counts_of: DigitCounts, width: int, wanted: Sequence[int], sums: Sum
 
 
 def digit_counts(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
-    """How often each 16-bit digit stands at bit ``shift`` of the keys whose higher bits are ``prefix``.
-
-    The top digit (``prefix`` is None) carries the sign: it is shifted so that counts stand in the
-    order of the keys.
-    """
+    """How often each digit is at ``shift`` of keys that begin with ``prefix`` (None: any; the sign is shifted)."""
     if prefix is None:
         digits = (keys >> shift) + (1 << DIGIT - 1)
     else:
@@ -209,12 +191,9 @@ def _pick(numbers: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_ties(
-    sources: Sequence[Lazy], above: dict[str, Tensor], equal: dict[str, Tensor], here: Tensor, num_drop: int
+    sources: Sources, above: dict[str, Tensor], equal: dict[str, Tensor], here: Tensor, num_drop: int
 ) -> dict[str, Tensor]:
-    """``above`` with the bits of ``equal`` but the first ``num_drop``, by weight, then by position in the weight.
-
-    ``here`` says how many bits of ``equal`` each weight has on this rank.
-    """
+    """``above`` and all but the first ``num_drop`` bits of ``equal``, ``here`` of them of each weight on this rank."""
     numbers = sums_of(sources).total(here.cpu() * torch.tensor(list(map(counts, sources)))).tolist()
     for source, number in zip(sources, numbers, strict=True):
         if number and num_drop <= 0:
@@ -257,7 +236,7 @@ def _places(part: Shard | None, start: int, packed: Tensor) -> tuple[Tensor, Ten
     return here, part.positions(here) if part else here
 
 
-def _without_bracket(sources: Sequence[Lazy], num_drop: int, live: Packed) -> dict[str, Tensor]:
+def _without_bracket(sources: Sources, num_drop: int, live: Packed) -> dict[str, Tensor]:
     """The same cut by counting digits of all scores, where the bracket missed or ties overfilled it."""
     threshold, num_equal = order_statistic(sources, num_drop, live)
     split = together(sums_of(sources), lambda: [_split(source, live, threshold) for source in sources])
@@ -266,7 +245,7 @@ def _without_bracket(sources: Sequence[Lazy], num_drop: int, live: Packed) -> di
     return _with_ties(sources, above, equal, numbers, num_equal)
 
 
-def order_statistic(sources: Sequence[Lazy], rank: int, live: Packed) -> tuple[float, int]:
+def order_statistic(sources: Sources, rank: int, live: Packed) -> tuple[float, int]:
     """The live score of a rank (from 1) among those of all ranks, and its rank among equal scores."""
     dtype = sources[0].compared
 

@@ -120,17 +120,13 @@ def check_parameters(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
         if known is None or parameter is known:
             continue
         if is_dtensor(parameter) and not is_dtensor(known):
-            raise ValueError(
-                f"{name} has become a DTensor since the Pruner was made; "
-                "make the optimizer and the Pruner after fully_shard or parallelize_module"
-            )
+            problem = f"{name} has become a DTensor since the Pruner was made"
+            raise ValueError(f"{problem}; make the optimizer and the Pruner after fully_shard or parallelize_module")
         if is_dtensor(parameter) == is_dtensor(
             known
         ):  # FSDP2 puts plain tensors in the place of its shards for a while
-            raise ValueError(
-                f"{name} was replaced by another tensor after the Pruner was made, which the optimizer does not train; "
-                "load weights without assign=True, or make optimizer and Pruner after loading"
-            )
+            problem = f"{name} was replaced by another tensor after the Pruner was made"
+            raise ValueError(f"{problem}; load weights without assign=True, or make optimizer and Pruner after loading")
 
 
 def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -140,25 +136,20 @@ def copied_weights(copy: object, weights: Mapping[str, nn.Parameter]) -> dict[st
     copies = {plain_name(full): p for full, p in copy.named_parameters(remove_duplicate=False)}
     for name, weight in weights.items():
         if name not in copies:
-            raise ValueError(
-                f"the model passed to apply_to has no {name!r}; its first weight is {next(iter(copies), 'none')!r}; "
-                "pass a copy of the pruned model"
-            )
+            problem = f"the model passed to apply_to has no {name!r}, but first {next(iter(copies), 'none')!r}"
+            raise ValueError(f"{problem}; pass a copy of the pruned model")
         if copies[name].shape != weight.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(copies[name].shape)} in the model passed to apply_to, but "
-                f"{tuple(weight.shape)} in the pruned one; pass a copy of that"
-            )
+            problem = f"{name} has shape {tuple(copies[name].shape)} in the model passed to apply_to"
+            raise ValueError(f"{problem}, but {tuple(weight.shape)} in the pruned one; pass a copy of that")
     return {name: copies[name] for name in weights}
 
 
 def check_devices(weights: Mapping[str, nn.Parameter]) -> None:
     """Refuse weights that have no values yet: their optimizer would never see those that come."""
     if name := next((name for name, weight in weights.items() if weight.is_meta), None):
-        raise ValueError(
-            f"{name} is on the meta device and has no values; load the weights on a real device "
-            "(model.to_empty(device=...), then load_state_dict), and make the optimizer and the Pruner after that"
-        )
+        problem = f"{name} is on the meta device and has no values; load the weights on a real device"
+        how = "(model.to_empty(device=...), then load_state_dict)"
+        raise ValueError(f"{problem} {how}, and make the optimizer and the Pruner after that")
 
 
 def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
@@ -168,7 +159,5 @@ def check_eps(weights: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None
         for p in group["params"]:
             eps = group.get("eps")
             if id(p) in names and isinstance(eps, float | int) and not torch.tensor(eps, dtype=p.dtype):
-                raise ValueError(
-                    f"eps = {eps} rounds to 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become 0 / 0; "
-                    "give the optimizer a larger eps"
-                )
+                problem = f"eps = {eps} rounds to 0 in {p.dtype}, so a pruned element of {names[id(p)]} would become"
+                raise ValueError(f"{problem} 0 / 0; give the optimizer a larger eps")

@@ -129,7 +129,6 @@ def part_name(path: Path) -> Path:
 
 
 def is_part(path: Path) -> bool:
-    """Whether a file or folder is one that a writer has not finished."""
     return PART.fullmatch(path.name) is not None
 
 

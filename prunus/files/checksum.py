@@ -30,15 +30,11 @@ def combined(crcs: Sequence[int]) -> str:
 
 
 def hexadecimal(data: bytes) -> str:
-    """CRC-32 as eight hexadecimal digits."""
     return f"{zlib.crc32(data):08x}"
 
 
 def read_pieces(fd: int, begin: int, size: int, *, is_temporary: bool, sums: bool) -> tuple[Tensor, list[int]]:
-    """Bytes of a file, and the CRC-32s of their pieces, or zeros if they are not wanted (``sums``).
-
-    Large temporary ones go back to the system when they are freed, where the heap would keep a hole between tensors.
-    """
+    """Bytes of a file, large temporary ones outside the heap, and CRC-32s of their pieces, zeros without ``sums``."""
     if is_temporary and size > PIECE:
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data = torch.frombuffer(memory, dtype=torch.uint8)

@@ -43,7 +43,6 @@ class StoredBlock:
 
     @property
     def place(self) -> str:
-        """The name of its checksum."""
         return f"{self.file}:{self.start}"
 
 
@@ -59,10 +58,7 @@ class Entry:
 
 
 def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
-    """All that a checkpoint's metadata lists; ValueError where it is damaged or something else.
-
-    With ``verify`` every block that is there is read and compared with its checksum, whoever needs it.
-    """
+    """All that the metadata lists; with ``verify`` every block that is there is compared with its checksum."""
     data = _read_whole(folder / ".metadata")
     stored = _read_checksums(folder)
     if stored and stored.get(".metadata") != checksum(data):
@@ -88,7 +84,6 @@ def read_entries(folder: Path, verify: bool = True) -> list[Entry]:
 
 
 def read_block(folder: Path, block: StoredBlock) -> bytes:
-    """The bytes of a block, compared with their checksum."""
     check_regular(folder / block.file)
     with (folder / block.file).open("rb") as file:
         if block.start + block.length > os.fstat(file.fileno()).st_size:
@@ -101,7 +96,6 @@ def read_block(folder: Path, block: StoredBlock) -> bytes:
 
 
 def read_shard(folder: Path, block: StoredBlock) -> Any:
-    """The value or the part of a tensor that a block stores."""
     data = read_block(folder, block)
     try:
         value = read_torch_file(io.BytesIO(data))
@@ -113,7 +107,6 @@ def read_shard(folder: Path, block: StoredBlock) -> Any:
 
 
 def read_tensor(folder: Path, entry: Entry) -> Tensor:
-    """The whole tensor of an entry; ValueError if blocks of it are missing."""
     assert entry.size is not None
     check_complete(folder, entry)
     blocks = [read_shard(folder, block) for block in entry.shards]
@@ -145,12 +138,10 @@ def check_complete(folder: Path, entry: Entry) -> None:
 
 
 def block_checksums(folder: Path, blocks: Iterable[StoredBlock]) -> dict[str, str]:
-    """The checksum of each block by its file and place."""
     return {block.place: checksum(read_block(folder, block)) for block in blocks}
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
-    """Write ``checksums.json`` for the metadata of a folder and these blocks."""
     content = {".metadata": checksum((folder / ".metadata").read_bytes()), **dict(sorted(checksums.items()))}
     write_json(folder / CHECKSUMS, {"version": 1, "checksums": content, "crc32": _own_checksum(content)})
 

@@ -12,7 +12,7 @@ from ..ops import bits, codes
 from ..ops.bits import words_of
 from ..ops.compact import compact, expand, nonzero
 from ..ops.grid import Coded, Grid, coded, decoded
-from .nofm import NOFM, Pattern, indices_of, mask_of_indices, obeys, padded
+from .nofm import NOFM, indices_of, mask_of_indices, obeys, padded
 
 DENSE, BITMASK, CODES, SAME = "dense", "bitmask", "codes", "same"
 CODED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -65,7 +65,6 @@ class Encoded:
 
     @cached_property
     def parts(self) -> list[Tensor]:
-        """The entries' bytes in order."""
         return [words_of(entry).view(torch.uint8) for entry in self.entries.values()]
 
     @property
@@ -90,7 +89,6 @@ def encode(tensor: Tensor, packs: bool = True) -> Encoded:
 
 
 def encode_codes(kept: Coded) -> Encoded:
-    """A weight on a grid as its bits, scales and codes."""
     stream = codes.pack(kept.codes, kept.grid.bits).cpu()
     entries = {
         ".bits": _in_words(kept.packed.cpu()),
@@ -116,16 +114,14 @@ def _in_words(entry: Tensor) -> Tensor:
 
 def smallest_encoding(mask: Tensor, num_nonzero: int, tensor: Tensor) -> str:
     """The encoding with the fewest bytes; on a tie N:M, where a value's position needs no prefix sum."""
-    shape, width = tuple(tensor.shape), tensor.element_size()
-    by_mask = 8 * -(-tensor.numel() // 64) + num_nonzero * width
 
-    def size(pattern: Pattern) -> int:
-        return pattern.num_bytes(tensor.numel()) + pattern.num_values(tensor.numel()) * width
+    def size(encoding: str) -> int:
+        return Layout(encoding, tuple(tensor.shape)).num_bytes(num_nonzero, tensor.element_size())
 
-    for pattern in sorted((p for p in NOFM.values() if p.fits(shape)), key=size):
-        if size(pattern) <= by_mask and size(pattern) < tensor.nbytes and obeys(mask, pattern):
-            return str(pattern)
-    return BITMASK if by_mask < tensor.nbytes else DENSE
+    for name in sorted((name for name, pattern in NOFM.items() if pattern.fits(tuple(tensor.shape))), key=size):
+        if size(name) <= size(BITMASK) and size(name) < tensor.nbytes and obeys(mask, NOFM[name]):
+            return name
+    return BITMASK if size(BITMASK) < tensor.nbytes else DENSE
 
 
 def decode(layout: Layout, entries: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -152,14 +148,11 @@ def packed_of(
 
 
 def coded_of(layout: Layout, entries: dict[str, Tensor], device: torch.device) -> Coded:
-    """The bits, codes and scales of a tensor that is stored as codes."""
     assert layout.grid is not None
     mask, stream, shape = _mask_of(layout, entries), entries[".codes"], layout.grid.scales_shape(layout.shape)
     num_kept, num_bits = int(bits.count(mask)), layout.grid.bits
     if len(stream) != (expected := codes.num_bytes(num_kept, num_bits)):
-        raise ValueError(
-            f"its mask keeps {num_kept} elements, whose codes take {expected} bytes, but there are {len(stream)}"
-        )
+        raise ValueError(f"its mask keeps {num_kept} elements, whose codes take {expected} bytes, not {len(stream)}")
     scales, rest = entries[".scales"].tensor_split([math.prod(shape)])
     check_scales(scales)
     if words_of(rest).any():
@@ -169,13 +162,11 @@ def coded_of(layout: Layout, entries: dict[str, Tensor], device: torch.device) -
 
 
 def check_scales(scales: Tensor) -> None:
-    """ValueError unless the scales of a weight are positive numbers."""
     if count := int((~((scales > 0) & scales.isfinite())).sum()):
         raise ValueError(f"{count:,} of its {scales.numel():,} scales are not positive and finite")
 
 
 def _mask_of(layout: Layout, entries: dict[str, Tensor]) -> Tensor:
-    """The stored bits that say where kept elements are."""
     mask, rest = entries[".bits"].tensor_split([bits.num_bytes(layout.numel)])
     if rest.any() or (layout.numel % 8 and int(mask[-1]) >> layout.numel % 8):
         raise ValueError("its mask has bits after the last element")

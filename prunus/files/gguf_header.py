@@ -26,8 +26,6 @@ def check_gguf(path: Path) -> int:
 
 
 class _Header:
-    """Goes through a header from value to value."""
-
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.num_values, self.order = data, 0, 0, "<"
 

@@ -30,10 +30,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; ValueError where it cannot be read or holds something else.
-
-    The NaN and Infinity of older versions are None, as null is.
-    """
+    """The object in a file, or a ValueError; NaN and Infinity, which older versions wrote, are None."""
     check_regular(path)
     try:
         values = json.loads(path.read_bytes(), parse_constant=lambda name: None)

@@ -61,7 +61,6 @@ class Description:
         return 2 if any(record.layout.encoding == CODES for record in self.records.values()) else 1
 
     def to_metadata(self) -> dict[str, str]:
-        """The metadata of the file."""
         tensors = {name: record.to_json() for name, record in self.records.items()}
         value = {"version": self.version, "shard": list(self.shard), "metadata": self.metadata, "tensors": tensors}
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -154,7 +153,6 @@ def _record(name: str, value: Any) -> TensorRecord:
 
 
 def _grid(name: str, value: Mapping[str, Any], shape: tuple[int, ...]) -> Grid:
-    """The grid of a tensor that is stored as codes; ValueError for one that cannot be."""
     bits, group, outputs = value["bits"], value["group"], value["outputs"]
     if type(bits) is not int or not FEWEST <= bits <= MOST or not is_size(group) or not group:
         raise ValueError(f"{name!r} cannot have codes of {bits!r:.20} bits in groups of {group!r:.20}")

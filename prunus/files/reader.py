@@ -30,8 +30,6 @@ SWAPS = 100  # of a folder by other writers while its files are opened
 
 @dataclass(frozen=True)
 class TensorFile:
-    """An open file, its checked header, and what it says of its tensors."""
-
     path: Path
     fd: int
     header: Header
@@ -102,7 +100,6 @@ class Tensors:
         return self._read(name, device, coded_of)
 
     def read_on_grid(self, name: str, device: torch.device | str = "cpu") -> tuple[Tensor, OnGrid | None]:
-        """A tensor, and its grid if it is stored as codes."""
         if not self.is_coded(name):
             return self.read(name, device), None
         kept = self.read_coded(name, device)
@@ -161,10 +158,7 @@ def _open_all(path: Path, stack: ExitStack) -> Tensors:
 
 
 def located(path: Path) -> Path:
-    """The file or index that a file, an index or a folder stands for.
-
-    A file that was too large stands as its index: what was saved under a name is found under it.
-    """
+    """The file or index that a file, an index or a folder stands for; a file that was too large became an index."""
     if not path.is_dir():
         index = path.with_name(path.name + ".index.json")
         if not path.is_file() and not index.is_file():

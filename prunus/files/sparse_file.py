@@ -36,10 +36,8 @@ def save_sparse(
     with ``grids``, as ``on_grids(model)`` returns them, are stored as codes; a weight off its grid is refused.
     """
     if not isinstance(tensors, Mapping):
-        raise ValueError(
-            f"save_sparse takes tensors by name, then a path; got {type(tensors).__name__}; for a model, call "
-            "save_sparse(model.state_dict(), path)"
-        )
+        problem = f"save_sparse takes tensors by name, then a path; got {type(tensors).__name__}"
+        raise ValueError(f"{problem}; for a model, call save_sparse(model.state_dict(), path)")
     if masks is not None:
         check_masks(tensors, masks)
     return write(in_memory(tensors, metadata, grids), WritePlan(Path(path), max_shard_bytes=max_shard_bytes))
@@ -65,9 +63,7 @@ def loaded(tensors: Tensors, device: torch.device | str) -> dict[str, Tensor]:
 
 
 def in_memory(
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    grids: Mapping[str, OnGrid] | None = None,
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, grids: Mapping[str, OnGrid] | None = None
 ) -> TensorSource:
     """The tensors of a mapping; those that share all their memory are stored once, and a grid of one name is theirs."""
     first: dict[tuple, str] = {}
@@ -126,10 +122,8 @@ def check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> Non
         raise ValueError(f"there is a grid for {name!r}, but no tensor of that name")
     weight, wanted = tensors[name], on_grid.grid.scales_shape(tensors[name].shape)
     if weight.dtype not in CODED_DTYPES or on_grid.scales.shape != wanted:
-        raise ValueError(
-            f"{name} of {weight.dtype} {tuple(weight.shape)} with scales {tuple(on_grid.scales.shape)} cannot be on a "
-            f"grid: expected floating-point weights and scales {wanted}"
-        )
+        what = f"{name} of {weight.dtype} {tuple(weight.shape)} with scales {tuple(on_grid.scales.shape)}"
+        raise ValueError(f"{what} cannot be on a grid: expected floating-point weights and scales {wanted}")
     scales = on_grid.scales.to(torch.bfloat16)
     try:
         check_scales(scales)
@@ -139,7 +133,6 @@ def check_grid(name: str, tensors: Mapping[str, Tensor], on_grid: OnGrid) -> Non
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
-    """ValueError unless a header can hold the name and the type, and the values are in memory."""
     if not isinstance(name, str) or name == "__metadata__":
         raise ValueError(f"a tensor's name must be a string other than __metadata__, got {name!r}")
     try:

@@ -73,7 +73,6 @@ def checksums_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _verify(state: dict[str, Any], stored: Any) -> None:
-    """ValueError unless the values of a state match the checksums that were stored with it."""
     if not isinstance(stored, Mapping):
         raise ValueError("it is damaged: its checksums are missing")
     try:

@@ -37,10 +37,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Types and shapes of tensors by name, other names of some, and the function that fetches one.
-
-    ``fetch_coded`` fetches a tensor that is to be stored as codes, and gives None for any other.
-    """
+    """Tensors by name, other names of some, and what fetches one, or its codes where it is stored as these."""
 
     specs: dict[str, TensorSpec]
     aliases: dict[str, str]  # another name to the name that is in ``specs``
@@ -52,8 +49,6 @@ class TensorSource:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """How one tensor was stored."""
-
     name: str
     encoding: str
     numel: int
@@ -66,8 +61,6 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """Files that were written, and a row for each tensor."""
-
     files: list[Path]
     rows: list[SavedTensor]
 
@@ -103,7 +96,6 @@ class WritePlan:
         return self.path.with_name(self.path.name + ".index.json")
 
     def names(self, total: int) -> list[Path]:
-        """The files' final names."""
         if total == 1:
             return [self.path]
         return [self.path.with_name(f"{self.path.stem}-{i:05}-of-{total:05}.safetensors") for i in range(1, total + 1)]
@@ -220,10 +212,8 @@ class Writer:
             for path in done:
                 path.unlink(missing_ok=True)
             if isinstance(error, FileExistsError):
-                taken = self.plan.path if self.plan.path.exists() else names[len(done)]
-                raise ValueError(
-                    f"{taken} is there already: remove that model first, or choose another place"
-                ) from None
+                old = self.plan.path if self.plan.path.exists() else names[len(done)]
+                raise ValueError(f"{old} is there already: remove that model first, or choose another place") from None
             raise
         sync(self.plan.path.parent)
 

@@ -11,23 +11,7 @@ from .shrink import shrink
 from .shrink_result import ShrinkResult, ShrunkLayer
 
 __all__ = [
-    "Bisection",
-    "BlockTuning",
-    "ExpertLayer",
-    "Layer",
-    "Levels",
-    "Limit",
-    "Probe",
-    "QuantizeResult",
-    "Repair",
-    "Result",
-    "SearchResult",
-    "ShrinkResult",
-    "ShrunkLayer",
-    "TauTuning",
-    "Trial",
-    "prune",
-    "quantize",
-    "search",
+    "Bisection", "BlockTuning", "ExpertLayer", "Layer", "Levels", "Limit", "Probe", "QuantizeResult", "Repair",
+    "Result", "SearchResult", "ShrinkResult", "ShrunkLayer", "TauTuning", "Trial", "prune", "quantize", "search",
     "shrink",
-]
+]  # fmt: skip

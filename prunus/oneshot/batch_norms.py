@@ -23,8 +23,6 @@ from .shared_work import agreed, all_of
 
 @dataclass(frozen=True)
 class Channels:
-    """How many values of each channel a norm has read, their mean and their variance."""
-
     num: int
     mean: Tensor
     var: Tensor
@@ -37,13 +35,10 @@ class Channels:
 
 @torch.no_grad()
 def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], size: int, originals: Originals) -> None:
-    """Running statistics of batch norms change as those of the samples did: means by a difference, variances by ratio.
+    """Running statistics of batch norms change as those of the samples: means by a difference, variances by ratio.
 
-    The samples' own statistics would not do: training augments its images and samples are few, so that even the dense
-    model would lose by them. Where no weight has changed, nothing changes. Norms are renewed in the order of their
-    calls, each with those before it renewed, and in eval mode, so that it does not matter how samples are batched.
-    Where one pass of one process holds all samples, it renews each norm as it comes to it. Otherwise each norm takes
-    passes of its own, which may start at any of the ``blocks``.
+    The samples' own statistics would not do: they are few and not augmented. Norms are renewed in the order of calls,
+    in one pass that holds all samples, or each in passes of its own, which may start at any of the ``blocks``.
     """
     norms = [m for m in calibration.model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms or len(calibration.samples) < 2:
@@ -73,8 +68,6 @@ def renew_batch_norms(calibration: Calibration, blocks: Sequence[nn.Module], siz
 
 
 class _Passes:
-    """Passes over the samples that read the inputs of norms."""
-
     def __init__(self, calibration: Calibration, blocks: Sequence[nn.Module], size: int) -> None:
         self.calibration, self.blocks, self.size = calibration, blocks, size
         self.starts: dict[_BatchNorm, int] = {}  # blocks that have ended when a norm is first called
@@ -116,10 +109,7 @@ class _Passes:
         return self.read([norm], self.num_calls[norm]).get(norm)
 
     def read_in_one_pass(self, norms: Sequence[_BatchNorm], act: Callable[[_BatchNorm, Channels], None]) -> None:
-        """Call ``act`` with what a norm reads, before it runs, if each is called once and one pass holds all samples.
-
-        Where memory runs out, norms that come later are left out.
-        """
+        """Call ``act`` with what a norm reads before it runs, while memory lasts, if one pass calls each just once."""
         first, *others = self.calibration.samples.chunks(self.size)
         if not others and max(self.num_calls.values(), default=1) == 1 and self.calibration.ranks is None:
             fits(lambda: self._calls(norms, 0, first, act), self.calibration.device)

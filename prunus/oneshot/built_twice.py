@@ -87,10 +87,7 @@ def changed_dims(model: nn.Module, less: nn.Module) -> dict[str, list[int]]:
 def changed_numbers(
     model: nn.Module, same: nn.Module, less: nn.Module, names: Mapping[str, str] | None = None
 ) -> list[Number]:
-    """Attributes of the model's modules and of their configurations that differ between two built models.
-
-    ``names`` has the new name of each module that stays, where some go.
-    """
+    """Attributes of modules and configurations that differ between built models; ``names`` has new names of modules."""
     numbers: dict[tuple[int, str], Number] = {}
     for name, new in (names or {name: name for name, _ in same.named_modules()}).items():
         own, module, other = model.get_submodule(name), same.get_submodule(name), less.get_submodule(new)

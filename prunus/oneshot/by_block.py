@@ -44,13 +44,11 @@ def by_block(
     checks: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[T]:
-    """``value(chunk)`` for each chunk, in order, with the same bits as ``map(value, chunks)``.
+    """``value(chunk)`` for each chunk, in order, with the same bits as ``map(value, chunks)``, block after block.
 
-    ``value`` runs the model on a chunk. It is called once for each block, where it ends with an exception when the
-    block has run, and once more behind the last block, where it returns. Hooks inside a block see each chunk once;
-    what is outside the blocks runs every time. Where the model does more with its blocks than pass a state from one to
-    the next, it is run chunk after chunk: a pass over the first chunk tells, if it ``checks``. ``progress`` is
-    called with the number of steps that are done, and of all.
+    ``value`` runs the model. It is called once for each block, where an exception ends it, and once behind the last. A
+    model that is no chain of blocks is run chunk after chunk: one pass tells, if it ``checks``. ``progress`` is called
+    with the steps that are done, and all.
     """
     stacks, num = Samples([Stack(None, chunk.size) for chunk in chunks]), len(chunks)
     if num == 1:

@@ -38,11 +38,10 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 3e-2, torch.bfloat16: 0.25, torc
 class Calibration:
     """What every method after training needs: the prunable weights of a model, its blocks, the samples, the device.
 
-    The samples are read when they are first used. With ``offload``, a device, the blocks are moved there one at a time.
-    ``batch_size`` is the number of samples of a pass; the default depends on memory and speed. Frozen weights are
-    prunable only with ``takes_frozen``. Stored activations take at most ``memory`` bytes of main memory: half of it is
-    for those between blocks, which go to a file beyond it, in the folder ``scratch`` or that for temporary files.
-    Where ``ranks`` work together, all must have the same model and samples.
+    With ``offload``, a device, the blocks are moved there one at a time. ``batch_size`` is the number of samples of a
+    pass; the default depends on memory and speed. Stored activations take at most ``memory`` bytes of main memory: half
+    of it is for those between blocks, which go to a file beyond it, in the folder ``scratch`` or that for temporary
+    files.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class Calibration:
                 yield weight
 
     def batch(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
-        """Samples on the device, repeated ``times`` times."""
         return moved(self.samples.tree(chunk, times), self.device)
 
     @torch.no_grad()
@@ -170,10 +168,8 @@ class Calibration:
             self._is_checked = True
         except FAILURES as error:
             reason = reason_of(error)
-            raise ValueError(
-                f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}; "
-                f"{_advice(self.model, batch, self._batches)}"
-            ) from error
+            problem = f"{type(self.model).__name__} fails on the first sample, {in_words(batch)}: {reason}"
+            raise ValueError(f"{problem}; {_advice(self.model, batch, self._batches)}") from error
         if self.model in BY_BLOCK:  # a later call would need this pass again
             vars(self)["is_chained"] = self._is_chain(first_tensor(output))
 
@@ -225,10 +221,10 @@ class Calibration:
     ) -> None:
         """Call ``act`` for all samples, ``size`` at a time; if memory runs out, for the two halves of a chunk.
 
-        ``act`` may be called again for samples that it has seen, so it must return what is to be summed up, in parts.
-        ``add`` gets each part once. If memory runs out in it, it is called again with the same part, and must have
-        changed nothing or continue where it stopped. ``make_room`` is called whenever memory has run out. ``after``
-        are the first samples of a stack, which are left out.
+        ``act`` may see samples again, so it must return what is to be summed up, in parts, of which ``add`` gets each
+        once. If memory runs out in ``add``, it gets the same part again, and must have changed nothing or continue
+        where it stopped. ``make_room`` is called whenever memory has run out. ``after`` are the first samples of a
+        stack, which are left out.
         """
         chunks = [chunk if after is None else chunk.after(after) for chunk in self.samples.chunks(size)]
         pending = [chunk for chunk in chunks if chunk.size]
@@ -256,7 +252,6 @@ class Calibration:
 
 
 def _advice(model: nn.Module, batch: Tree, batches: Any) -> str:
-    """What to do about a batch that a model cannot read."""
     if isinstance(batches, Dataset):
         return "if the dataset holds single samples, give DataLoader(dataset, batch_size=8)"
     inputs = batch[0] if isinstance(batch, tuple) else batch

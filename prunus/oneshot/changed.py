@@ -1,28 +1,33 @@
-"""A model that a call has changed, and how it gets back what it was."""
+"""A model that a call has changed, how it gets back what it was, and a copy of that which shares no memory or hook."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from itertools import pairwise
+from types import FunctionType, MethodType
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .built_twice import tensors_of
 from .cuts import to_the_end
-from .dense import copied, is_overlapping
 from .disk_offload import disk_offload_of
 from .level import Level
 from .originals import sums_of_bits
-from .resources import Cost
+from .resources import Cost, reason_of
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# hooks from here are part of a model: spectral norms and the like, and the hidden states that transformers returns
+OWN_HOOKS = ("torch.", "transformers.utils.output_capturing")
+PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(repr=False)
 class ChangedModel:
-    """What was done to a model; ``undo_`` restores it.
-
-    ``undo_``, ``apply_`` and ``dense`` raise if parameters were trained or cast afterwards. The model may move to
-    another device.
-    """
+    """What was done to a model. ``undo_``, ``apply_`` and ``dense`` raise if it was trained or cast; it may move."""
 
     level: Level
     model: nn.Module
@@ -33,6 +38,13 @@ class ChangedModel:
 
     def __post_init__(self) -> None:
         self._note_bits()
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), str(self.cost), *self.notes])
+
+    @property
+    def notes(self) -> list[str]:
+        return self.level.tuning_notes() + self.level.not_tuned
 
     @property
     def cost(self) -> Cost:
@@ -127,3 +139,97 @@ class ChangedModel:
             yield
         finally:
             self._note_bits()
+
+
+@torch.no_grad()
+def copied(model: nn.Module, old: Mapping[Tensor, Tensor], device: torch.device | None = None) -> nn.Module:
+    """The model in eval mode and without gradients, with ``old`` values in the memory in which they are given.
+
+    Other tensors are cloned, to ``device`` if there is one. Tied tensors stay tied. Hooks stay behind, except for
+    those of torch and transformers and those that are methods of the model's own modules.
+    """
+    _check_functions(model)
+    copies: dict[str, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for name, tensor in tensors_of(model).items():
+        if tensor in old or type(tensor) in PLAIN:  # other kinds of tensors know how they are copied
+            there = device or old.get(tensor, tensor).device
+            values = old[tensor].to(there) if tensor in old else tensor.detach().to(there, copy=True)
+            copies[name] = nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values.detach()
+            memo[id(tensor)] = copies[name]
+    kept = _leave_hooks(model, memo)
+    try:
+        dense = copy.deepcopy(model, memo)
+        for hooks, own in kept:
+            hooks.update(copy.deepcopy(own, memo))
+    except Exception as error:
+        raise _refusal(model, reason_of(error)) from error
+    now = tensors_of(dense)
+    if lost := [name for name, tensor in copies.items() if now.get(name) is not tensor]:
+        raise _refusal(model, f"its __deepcopy__ does not copy {lost[0]}")
+    return dense.requires_grad_(False).eval()
+
+
+def is_overlapping(model: nn.Module) -> bool:
+    """Whether two tensors of the model share memory without being one."""
+    ranges = []
+    for tensor in tensors_of(model).values():
+        if tensor.numel() and type(tensor) in PLAIN:
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize))
+    ranges.sort()
+    return any(start < end for (_, end), (start, _) in pairwise(ranges))
+
+
+def _leave_hooks(model: nn.Module, memo: dict[int, Any]) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Have deepcopy give each module new hooks, still empty; returns them, and which hooks of the model they take."""
+    modules, kept = set(model.modules()), []
+    for hooks in (vars(module)[key] for module in modules for key in HOOKS):
+        own = {
+            number: hook
+            for number, hook in hooks.items()
+            if str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) or _owner(hook) in modules
+        }
+        memo[id(hooks)] = type(hooks)()
+        kept.append((memo[id(hooks)], own))
+    return kept
+
+
+def _owner(value: Any) -> nn.Module | None:
+    owner = value.__self__ if isinstance(value, MethodType) else None
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Refuse functions in the place of methods that would call the model from its copy: deepcopy does not copy them."""
+    modules = set(model.modules())
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            function = value.__func__ if isinstance(value, MethodType) else getattr(value, "func", value)
+            if isinstance(function, FunctionType) and _reaches(function, modules):
+                name = f"{path}.{key}".lstrip(".")
+                raise _refusal(model, f"{name} is a function that calls the model itself; restore the original first")
+
+
+def _reaches(function: FunctionType, modules: set[nn.Module]) -> bool:
+    """Whether a function holds one of the modules: in its closure, its defaults, or those of functions it holds."""
+    pending: list[Any] = [function]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if (value if isinstance(value, nn.Module) else _owner(value)) in modules:
+            return True
+        if isinstance(value, partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # a variable that is not set yet
+                    pending.append(cell.cell_contents)
+    return False
+
+
+def _refusal(model: nn.Module, reason: str) -> ValueError:
+    kind = type(model).__name__
+    return ValueError(f"{kind} cannot be copied, so dense() does not work; load the dense model again ({reason})")

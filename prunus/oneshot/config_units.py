@@ -4,9 +4,12 @@ No family has code of its own: fields of the configuration say how many units th
 them hold the units, and a check on one sample decides where in a fused weight each unit lies.
 """
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -15,11 +18,10 @@ from torch import nn
 
 from ..eligible import outputs_of
 from ..ranks import is_dtensor
-from .built_twice import as_built, built, changed_dims, changed_numbers, new_config, set_fields_, tensors_of
+from .built_twice import as_built, built, changed_dims, changed_numbers, configs, new_config, set_fields_, tensors_of
 from .calibration import Calibration
 from .layers import Reader
 from .unit_check import UnitCheck, drawn
-from .unit_fields import UnitField, fewer, unit_fields
 from .units import Kind, Number, Plan, Slices, UnitLayer, places_of, role
 
 MOST_LAYOUTS = 32  # that are tried
@@ -27,13 +29,93 @@ INSTEAD: dict[Kind, str] = {
     "neurons": "remove heads, experts or layers instead",
     "heads": "remove neurons or layers instead",
 }
+# names of the fields that count neurons, heads, and key and value heads, in all configurations of transformers
+NEURONS = re.compile(
+    r"(.*_)?(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|d_?ff|n_inner|d_inner|hidden_dim|mlp_dim)"
+)
+HEADS = re.compile(r"(num_)?((en|de)coder_)?(num_)?(attention_heads|heads)|n_heads?")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num")
+
+
+@dataclass(frozen=True)
+class UnitField:
+    """A field of the configuration that counts units, and others that change with it."""
+
+    kind: Kind
+    path: str
+    num: int
+    beside: Mapping[str, int] = field(default_factory=dict)  # by path: how many of these a unit has
+    fixed: Mapping[str, int] = field(default_factory=dict)  # by path: a size that is written out
+    head_size: int = 1
+    group_size: int = 1
+
+    def values(self, left: int) -> dict[str, int]:
+        return {self.path: left, **{path: num * left for path, num in self.beside.items()}, **self.fixed}
+
+
+def unit_fields(model: Any, same: nn.Module) -> Iterator[UnitField]:
+    """Fields that may count units, of a configuration and of those inside it."""
+    for prefix, config in configs(model.config):
+        arguments = _arguments(type(config))
+        fields = {key: vars(config)[key] for key in arguments if key in vars(config)}
+        for key, num in fields.items():
+            if NEURONS.fullmatch(key):
+                num = _implied(model, same, prefix + key) if num is None else num
+                if type(num) is int and num > 1:
+                    yield UnitField("neurons", prefix + key, num)
+        numbers = {key: num for key, num in fields.items() if type(num) is int and num > 1}
+        for key, num in numbers.items():
+            if HEADS.fullmatch(key) and key not in KEY_VALUE_HEADS:
+                groups = (name for name in KEY_VALUE_HEADS if num % numbers.get(name, num + 1) == 0)
+                yield _head_field(config, prefix, key, next(groups, None))
+
+
+def _arguments(kind: type) -> list[str]:
+    """What the classes of a configuration are made from; what they compute does not come back from a folder."""
+    inits = [base.__init__ for base in kind.__mro__ if "__init__" in vars(base)]
+    return list(dict.fromkeys(key for init in inits for key in inspect.signature(init).parameters))
+
+
+def _head_field(config: Any, prefix: str, key: str, groups: str | None) -> UnitField:
+    num, width, size = getattr(config, key), getattr(config, "hidden_size", None), getattr(config, "head_dim", None)
+    fixed = {} if size or type(width) is not int else {f"{prefix}head_dim": width // num}
+    size = size or next(iter(fixed.values()), 1)
+    if groups is None:
+        return UnitField("heads", prefix + key, num, {}, fixed, size)
+    num_groups = getattr(config, groups)
+    group = num // num_groups
+    return UnitField("heads", prefix + groups, num_groups, {prefix + key: group}, fixed, size, group)
+
+
+def _implied(model: nn.Module, same: nn.Module, path: str) -> int:
+    """The number that a class takes where a field has none; 0 where nothing follows the field."""
+    try:
+        few, more = (tensors_of(built(model, {path: num}, f"{path} {num}")) for num in (8, 16))
+    except ValueError:
+        return 0
+    for name, tensor in tensors_of(same).items():
+        for dim, size in enumerate(tensor.shape):
+            if name in few and name in more and (step := more[name].shape[dim] - few[name].shape[dim]) > 0:
+                return 8 * size // step
+    return 0
+
+
+def fewer(model: Any, field: UnitField) -> tuple[int, nn.Module]:
+    """The model with fewer units of a field, and their number: the largest that the class takes."""
+    numbers = [field.num - max(1, field.num // 4), field.num // 2, field.num - 1]
+    if field.kind == "heads":
+        numbers = list(range(field.num - 1, 0, -1))
+    refusals: list[ValueError] = []
+    for left in dict.fromkeys(numbers):
+        try:
+            return left, built(model, field.values(left), f"{field.path} {left}")
+        except ValueError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def config_plan(calibration: Calibration) -> Plan:
-    """Neurons and head groups of a model that has a configuration, checked on the first sample.
-
-    The model is as before at the end. ValueError where its configuration does not say what it is.
-    """
+    """Neurons and head groups of a configured model, checked on the first sample; the model stays as it is."""
     model = calibration.model
     assert not calibration.is_open, "its blocks may be on another device"
     _check_model(model)
@@ -43,16 +125,16 @@ def config_plan(calibration: Calibration) -> Plan:
     layers: list[UnitLayer] = []
     refused: dict[Kind, dict[str, str]] = {"neurons": {}, "heads": {}}
     counted: set[Kind] = set()
-    for field in unit_fields(model, same):
-        counted.add(field.kind)
+    for unit_field in unit_fields(model, same):
+        counted.add(unit_field.kind)
         try:
-            of_field = _layers_of(check, same, field)
+            of_field = _layers_of(check, same, unit_field)
         except ValueError as error:
-            refused[field.kind].setdefault(field.path, str(error))
+            refused[unit_field.kind].setdefault(unit_field.path, str(error))
             continue
         taken = {name for layer in layers for name in layer.slices}
         if of_field and not any(name in taken for layer in of_field for name in layer.slices):
-            fields[field.path] = field
+            fields[unit_field.path] = unit_field
             layers += of_field
     kinds = {layer.kind for layer in layers}
     reasons: dict[Kind, str] = {}
@@ -189,9 +271,7 @@ def _owners(model: nn.Module, dims: Mapping[str, int], field: UnitField) -> dict
         shared = {consumer: _shared(name, consumer) for consumer in consumers}
         nearest = [consumer for consumer in consumers if shared[consumer] == max(shared.values())]
         if name not in consumers and len(nearest) > 1:
-            raise ValueError(
-                f"{name} follows {field.path}, but of which layer is not clear: {' or '.join(nearest[:2])}"
-            )
+            raise ValueError(f"{name} follows {field.path}, but of which layer is unclear: {' or '.join(nearest[:2])}")
         if places[id(tensors[name])] > 1 or name not in persistent:
             why = "is shared by several layers" if name in persistent else "is computed and not stored"
             raise ValueError(f"{name} follows {field.path}, but {why}")

@@ -123,10 +123,7 @@ class _Blocks:
 
 @dataclass(repr=False)
 class Cuts:
-    """What makes a model smaller, and whole again bit for bit: all of it or, after an exception, nothing.
-
-    What was removed is in main memory.
-    """
+    """What makes a model smaller, and whole again bit for bit; what was removed is in main memory."""
 
     _cuts: list[_Cut | _DiskCut | _Blocks] = field(default_factory=list)
     _numbers: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # owner, attribute, before and after
@@ -173,7 +170,6 @@ class Cuts:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks that go."""
         return [block for cut in self._cuts if isinstance(cut, _Blocks) for block in cut.gone]
 
     def apply_(self) -> None:
@@ -191,7 +187,6 @@ class Cuts:
             raise
 
     def undo_(self) -> None:
-        """Put everything back, bit for bit."""
         to_the_end(self._undo_)
 
     def _undo_(self) -> None:

@@ -23,9 +23,8 @@ _OFFLOADS: "WeakKeyDictionary[nn.Module, DiskOffload]" = WeakKeyDictionary()
 class DiskOffload:
     """The parameters of a model's blocks, which are read when their block runs and dropped when another one does.
 
-    In between a parameter has its shape and type, but no memory: one NaN stands for all its elements, so that nothing
-    computes with it unseen. Parameters outside the blocks, or of several, stay. Changes to a block are lost when it is
-    dropped: who changes it stores them, and says by ``stored`` what reads them.
+    In between one NaN stands for all elements of a parameter, so that nothing computes with it unseen. Parameters
+    outside the blocks, or of several, stay. Who changes a block stores it, and says by ``stored`` what reads it.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], read: Read) -> None:
@@ -53,12 +52,10 @@ class DiskOffload:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters that are read from disk."""
         return self._homes.keys()
 
     @property
     def parameters(self) -> set[Tensor]:
-        """Those that are read from disk."""
         return {parameter for own in self._names.values() for parameter in own}
 
     def num_bytes(self, block: nn.Module) -> int:
@@ -150,7 +147,6 @@ class DiskOffload:
         self._take(name, parameter)
 
     def drop_view(self, name: str, parameter: nn.Parameter | None = None) -> None:
-        """Take back what was put last."""
         self._views[name].pop()
         self._take(name, parameter)
 
@@ -174,10 +170,8 @@ class DiskOffload:
         for parameter, name in self._names[block].items():
             value = self.value(name)
             if value.shape != parameter.shape or value.dtype != parameter.dtype:
-                raise OSError(
-                    f"{name} is {value.dtype} {list(value.shape)} on disk, but {parameter.dtype} "
-                    f"{list(parameter.shape)} in the model; has its folder changed?"
-                )
+                there, here = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (value, parameter))
+                raise OSError(f"{name} is {there} on disk, but {here} in the model; has its folder changed?")
             parameter.data = value
 
     def _drop(self, block: nn.Module) -> None:

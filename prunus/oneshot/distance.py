@@ -64,10 +64,7 @@ def output_of(found: Any) -> Tensor:
 
 
 def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distance:
-    """How outputs like ``found``, of one or more of the ``samples``, are compared.
-
-    ``problem`` is the ``problem_type`` of a Hugging Face config.
-    """
+    """How outputs like ``found``, of some ``samples``, are compared; ``problem`` is a config's ``problem_type``."""
     named = named_parts(samples)
     output, inputs, labels = output_of(found), named.get("input_ids"), named["labels"]
     labels = labels if isinstance(labels, Tensor) else None
@@ -114,7 +111,6 @@ class _Divergence(torch.autograd.Function):
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the tokens that count."""
     if mask is None or values.shape[:2] != mask.shape:
         return values.mean()
     return values.reshape(*mask.shape, -1).mean(2).where(mask != 0, 0).sum() / mask.sum().clamp(min=1)

@@ -3,7 +3,7 @@
 How a model differs from one with fewer experts is found by building both from its configuration.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,6 @@ class FewerExperts:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the modules that hold the experts of a layer."""
         return list(dict.fromkeys(layer for layer, _ in self.slices.values()))
 
     @property
@@ -48,33 +47,23 @@ class FewerExperts:
         return self.num_experts - self.num_left
 
     def check_routing(self, top_k: int) -> None:
-        """Refuse to leave fewer experts than a token goes to."""
         num, num_left, in_group = self.num_experts, self.num_left, self.num_left // self.num_groups
         if num_left < top_k:
-            raise ValueError(
-                f"{num_left} of {num} experts per layer would stay, but each token goes to {top_k}; drop at most "
-                f"{(num - top_k) / num:.4g} of them"
-            )
+            problem = f"{num_left} of {num} experts per layer would stay, but each token goes to {top_k}"
+            raise ValueError(f"{problem}; drop at most {(num - top_k) / num:.4g} of them")
         if self.num_groups > 1 and (in_group < 2 or in_group * self.num_groups_taken < top_k):
-            raise ValueError(
-                f"{in_group} experts would stay in each of {self.num_groups} groups, too few for a token that goes to "
-                f"{top_k} experts in {self.num_groups_taken} groups; drop fewer"
-            )
+            problem = f"{in_group} experts would stay in each of {self.num_groups} groups, too few for a token"
+            raise ValueError(f"{problem} that goes to {top_k} experts in {self.num_groups_taken} groups; drop fewer")
 
 
 def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
-    """How the model differs from one without ``round(fraction * E)`` of the E experts of each layer.
-
-    ValueError where it has none, or where an expert is not one slice of each tensor.
-    """
+    """How the model differs from one without ``round(fraction * E)`` of the E experts of each layer, or ValueError."""
     inner = configs(getattr(model, "config", None))
     fields = {path + key: num for path, config in inner for key in COUNTS if (num := _count(config, key)) > 1}
     counts = set(fields.values())
     if len(counts) > 1:
         both = " and ".join(map(str, sorted(counts)))
-        raise ValueError(
-            f"{type(model).__name__} has parts with {both} experts per layer; only equal numbers can be cut"
-        )
+        raise ValueError(f"{type(model).__name__} has parts with {both} experts a layer; only equal numbers can be cut")
     nothing = (
         f"{type(model).__name__} has no experts to drop: it needs a tensor that stacks their matrices, and a config "
         f"that says their number as {', '.join(COUNTS[:-1])} or {COUNTS[-1]}"
@@ -95,10 +84,8 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
         num, num_left, _slices(model, dims, layers), changed_numbers(model, same, less), *_groups(model)
     )
     if fewer.num_dropped % fewer.num_groups:
-        raise ValueError(
-            f"routing chooses among {fewer.num_groups} equal groups of experts, so drop a multiple of "
-            f"{fewer.num_groups}, not {fewer.num_dropped} of {num}; for example {fewer.num_groups / num:.4g}"
-        )
+        problem = f"routing chooses among {fewer.num_groups} equal groups of experts, so drop a multiple of them"
+        raise ValueError(f"{problem}, not {fewer.num_dropped} of {num}; for example {fewer.num_groups / num:.4g}")
     return fewer
 
 
@@ -119,10 +106,8 @@ def _cut_dims(model: nn.Module, less: nn.Module, counts: tuple[int, int]) -> dic
     """Names of the tensors that have a slice for each expert, and along which dimension."""
     own, smaller = tensors_of(model), tensors_of(less)
     if set(own) != set(smaller):
-        raise ValueError(
-            f"the experts of {type(model).__name__} are separate modules; only experts stacked in one tensor can be "
-            "dropped, as most are in transformers 5"
-        )
+        problem = f"the experts of {type(model).__name__} are separate modules"
+        raise ValueError(f"{problem}; only experts stacked in one tensor can be dropped, as most are in transformers 5")
     cuts = {}
     for name, (dim, *others) in changed_dims(model, less).items():
         tensor = own[name]
@@ -166,10 +151,7 @@ class ExpertLayer:
 
 
 def drop_experts_(calibration: Calibration, fraction: float) -> tuple[list[ExpertLayer], Cuts]:
-    """Drop a number or fraction of the experts of each layer: those that are least important on the samples.
-
-    Where routing first chooses among groups of experts, each group loses as many. Of equal experts the first goes.
-    """
+    """Drop a number or fraction of each layer's experts: the least important, equally many of each routing group."""
     plan = fewer_experts(calibration.model, float(fraction))
     with calibration.open(), eagerly(), torch.no_grad():
         importance = _Importance(calibration, plan)
@@ -188,8 +170,6 @@ def without_experts(model: nn.Module, plan: FewerExperts, layers: Sequence[Exper
 
 
 class _Importance:
-    """Sums up what each expert adds to the tokens that are routed to it."""
-
     def __init__(self, calibration: Calibration, plan: FewerExperts) -> None:
         self.calibration, self.plan = calibration.shared(), plan
         # what the experts of a layer add, and their tokens
@@ -204,7 +184,7 @@ class _Importance:
             for name in self.plan.layers:
                 module = self.calibration.model.get_submodule(name)
                 stack.enter_context(one_by_one(module))
-                stack.enter_context(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(partial(self._read, name), with_kwargs=True))
             stack.enter_context(self.calibration.reading("importance of experts"))
             agreed(self.calibration.ranks, partial(self.calibration.visit, size, self._pass, self._add))
         if (ranks := self.calibration.ranks) is not None:
@@ -222,13 +202,10 @@ class _Importance:
         self.totals[name][0, expert] += amounts.sum(dtype=torch.float64).cpu()
         self.totals[name][1, expert] += len(amounts)
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, *routes = (*args, *kwargs.values())
-            read = self._routed if routes else self._all_tokens
-            self._added.setdefault(name, []).extend(read(module, x.flatten(0, -2), *routes))
-
-        return hook
+    def _read(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, *routes = (*args, *kwargs.values())
+        read = self._routed if routes else self._all_tokens
+        self._added.setdefault(name, []).extend(read(module, x.flatten(0, -2), *routes))
 
     def _routed(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Added:
         """Each expert runs by itself on the tokens that ``index`` (token, choice) sends to it."""
@@ -258,7 +235,6 @@ class _Importance:
         return self._mask.flatten().bool()
 
     def layer(self, name: str) -> ExpertLayer:
-        """What was found for one layer, and which of its experts go."""
         plan, (added, num_tokens) = self.plan, self.totals[name]
         importance = added / num_tokens.clamp(min=1)
         if not num_tokens.any():

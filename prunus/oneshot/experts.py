@@ -3,7 +3,7 @@
 A stacked weight is found in the products that read a slice of it, so nothing rests on names of modules.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,14 @@ def is_stacked(weight: Weight) -> bool:
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Collects what multiplies each slice of a stacked weight while it is open: (expert, input), in order.
-
-    All experts may compute at once, as Llama 4's, each with all tokens: those that go elsewhere are zero. There
-    ``mask`` says which tokens count; where experts compute one by one, ``routed`` has zeroed the others.
-    """
+    """Collects (expert, input) of products with a stacked weight; ``mask`` is for experts that compute at once."""
 
     def __init__(self, parameter: nn.Parameter, mask: Tensor | None = None) -> None:
         super().__init__()
         self.parameter, self.mask = parameter, mask
         self.found: list[tuple[int, Tensor]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor):
             x, weight = args[:2]
             same = weight.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
@@ -49,10 +43,7 @@ class ExpertInputs(TorchFunctionMode):
 
 @contextmanager
 def routed(module: nn.Module, calls: list[tuple[Any, ...]], replay: bool, mask: Tensor | None) -> Iterator[None]:
-    """Remember which tokens go to which expert, or send them there again; tokens that do not count are zero.
-
-    ``calls`` are the arguments of the module after its first, call by call.
-    """
+    """Note in ``calls`` which tokens go to which expert, or send them there again; those that do not count are zero."""
     number = 0
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

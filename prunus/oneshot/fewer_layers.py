@@ -23,10 +23,7 @@ PERIODS = re.compile("period|interval|offset|every|freq|first_k|_step|window_lay
 
 @dataclass(frozen=True)
 class BlockList:
-    """Blocks of one list, and what in the configuration says their number: a field, or a place in the list that it is.
-
-    Without a configuration the field is empty.
-    """
+    """Blocks of one list, and the field of the configuration, or the place in it, that says their number."""
 
     name: str
     num: int
@@ -50,10 +47,7 @@ class FewerLayers:
         return f"; its config says by number which layer is which: {', '.join(keys)}" if keys else ""
 
     def cuts(self, places: Sequence[tuple[str, int]]) -> Cuts:
-        """The model without blocks, each by its list and its place there; not applied yet.
-
-        ValueError where the class does not build what stays, at the places where it stays.
-        """
+        """The model without blocks, by list and place, not applied yet; ValueError if the class builds another."""
         gone = {name: [i for other, i in places if other == name] for name, _ in places}
         kept = {name: _new_keys(self.model.get_submodule(name), those) for name, those in gone.items()}
         if self._same is None:
@@ -70,10 +64,7 @@ class FewerLayers:
 
 
 def fewer_layers(model: Any, blocks: Sequence[nn.Module]) -> FewerLayers:
-    """The lists of blocks of a model; without a configuration, the one that holds ``blocks``.
-
-    ValueError where there is none, or where the model is not what its configuration builds.
-    """
+    """The model's lists of blocks, without a configuration the one that holds ``blocks``; ValueError without any."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         lists = [
             BlockList(name, len(blocks)) for name, module in _lists(model).items() if [*module.children()] == [*blocks]
@@ -161,7 +152,6 @@ def _new_keys(blocks: nn.Module, gone: Collection[int]) -> dict[str, str]:
 
 
 def _names(same: nn.Module, keys: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """For each module that stays its new name."""
     names = {}
     for old, _ in same.named_modules(remove_duplicate=False):
         new = old

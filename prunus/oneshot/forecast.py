@@ -19,16 +19,15 @@ LOGITS = 200_000_000  # bytes of an evaluation
 
 
 def needs_of(calibration: Calibration, disk: DiskOffload, *, repairs: bool) -> tuple[str, dict[str, int]]:
-    """The memory that a model on disk will need, in words, and bytes by what takes them.
-
-    Its first block runs on one sample.
-    """
+    """The memory that a model on disk will need, in words and in bytes; its first block runs on one sample."""
     outside = [t for name, t in calibration.model.named_parameters() if name not in disk.names]
+    shapes = (sorted(weight.parameter.shape[-2:]) for weight in calibration.weights.values())  # inputs may be more
+    solving = max(4 * (SQUARES * columns * columns + VALUES * rows * columns) for rows, columns in shapes)
     parts = {
         "outside the blocks": sum(t.nbytes for t in dict.fromkeys([*outside, *calibration.model.buffers()])),
         "blocks": 2 * max(map(disk.num_bytes, disk.blocks)) if repairs else max(map(disk.num_bytes, disk.blocks)),
         "activations": (2 if repairs else 1) * _stream_bytes(calibration) if calibration.has_batches else 0,
-        "solving": _solve_bytes(calibration) if repairs else 0,
+        "solving": solving if repairs else 0,
         "evaluation": LOGITS,
     }
     if calibration.memory is not None:
@@ -47,12 +46,6 @@ def _stream_bytes(calibration: Calibration) -> int:
     with calibration.open(), eagerly():
         one = stream.run(0, 1, lambda chunk: outputs(model, calibration.batch(chunk)), Chunk(0, 0, 1)).get(1)
     return len(samples) * sum(leaf.nbytes for leaf in pytree.tree_leaves(one) if isinstance(leaf, Tensor))
-
-
-def _solve_bytes(calibration: Calibration) -> int:
-    shapes = (sorted(weight.parameter.shape[-2:]) for weight in calibration.weights.values())
-    # the larger one may be the inputs'
-    return max(4 * (SQUARES * columns * columns + VALUES * rows * columns) for rows, columns in shapes)
 
 
 class FirstBlockDone(BaseException):

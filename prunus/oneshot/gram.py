@@ -18,8 +18,7 @@ PANEL = {"cpu": 384, "cuda": 2048}  # columns of one product of a symmetric matr
 class Moments:
     """Second moments of the inputs X (in, tokens) that a group of layers shares, summed over tokens, and means.
 
-    ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None
-    where X_d = X.
+    ``cross`` and ``dense`` bring in the inputs X_d of the same tokens in the dense model; both are None where X_d = X.
     """
 
     gram: Tensor  # X X^T, (in, in)
@@ -31,11 +30,7 @@ class Moments:
 
 
 class Gram:
-    """Sums up ``Moments`` batch by batch, in float32 or better.
-
-    Tokens are taken up in the order they come and multiplied in blocks of fixed size, so neither the size of
-    batches nor padding shows in the bits.
-    """
+    """Sums up ``Moments`` in blocks of fixed size: neither the size of batches nor padding shows in the bits."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

@@ -40,11 +40,7 @@ class Group:
 
 @torch.no_grad()
 def input_groups(calibration: Calibration, readers: Readers) -> tuple[list[Group], list[nn.Module]]:
-    """Groups of weights in the order of their first calls, and the blocks at which passes may start.
-
-    There are no such blocks where the model does more with them than pass a state from one to the next. Weights whose
-    layers are never called are in no group.
-    """
+    """Groups of weights in the order of first calls, and blocks at which passes may start, if they are a chain."""
     layers: dict[str, Group] = {}
     chunks = list(calibration.samples.chunks(1))[:NUM_PASSES]
     blocks = list(calibration.blocks)

@@ -149,7 +149,6 @@ class _Pair:
             yield
 
     def losses(self) -> RowLosses:
-        """Of every token."""
         with self.products():
             parts = [self._losses_of(part) for part in self.parts(2)] or [self._losses_of(slice(0, 0))]
         return RowLosses(*map(torch.cat, zip(*parts, strict=True)))
@@ -185,10 +184,8 @@ def _pair(
         if each is not None and each.shape != shape:
             raise ValueError(f"{name} must have one value for each token {tuple(shape)}, got {tuple(each.shape)}")
     if len(expected_head.weight) != num_classes:
-        raise ValueError(
-            f"student and teacher must have the same classes, got {num_classes} and {len(expected_head.weight)}; "
-            "distil from a teacher with the same vocabulary"
-        )
+        problem = f"student and teacher must have the same classes, got {num_classes} and {len(expected_head.weight)}"
+        raise ValueError(f"{problem}; distil from a teacher with the same vocabulary")
     places = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
     if places is not None and len(places) == shape.numel():
         places = None

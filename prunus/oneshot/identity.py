@@ -26,9 +26,7 @@ def identity(value: Any) -> str:
     try:
         return value if isinstance(value, str) else _text(value, {})
     except RecursionError:
-        raise ValueError(
-            f"{_name(value)} is nested too deeply for a resumed run to recognise it; leave out state"
-        ) from None
+        raise ValueError(f"{_name(value)} is nested too deeply for a resumed run to know it; leave out state") from None
 
 
 def _text(value: Any, seen: Seen) -> str:
@@ -51,7 +49,6 @@ def _text(value: Any, seen: Seen) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What makes an object what it is."""
     if isinstance(value, ModuleType):
         return [value.__name__]
     if isinstance(value, type):
@@ -86,10 +83,8 @@ def _source(value: Any) -> str:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):
-        raise ValueError(
-            f"{_name(value)} has no source by which a resumed run could recognise it; define it in a file, or leave "
-            "out state"
-        ) from None
+        problem = f"{_name(value)} has no source by which a resumed run could recognise it"
+        raise ValueError(f"{problem}; define it in a file, or leave out state") from None
 
 
 def _name(value: Any) -> str:

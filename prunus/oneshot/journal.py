@@ -28,10 +28,7 @@ Weights = Iterable[Weight] | Mapping[str, list[int]]  # or their fingerprint
 
 
 class Journal:
-    """The folder of one call: a file for each group of weights, block, model or trial of a search that is done.
-
-    Of several ranks the first one reads and writes; the others learn what it holds.
-    """
+    """The folder of one call: a file for each group, block or trial that is done, by the first rank alone."""
 
     def __init__(
         self,
@@ -73,10 +70,8 @@ class Journal:
         if self._last is None or self._last[0] != file:
             self._last = None
             if (content := self._content(file, names)) is None:
-                raise ValueError(
-                    f"{self.folder / file}.pt, which holds changed weights, is missing or damaged; repeat the call: it "
-                    "redoes only what this file held"
-                )
+                problem = f"{self.folder / file}.pt, which holds changed weights, is missing or damaged"
+                raise ValueError(f"{problem}; repeat the call: it redoes only what this file held")
             self._last = file, content
         return self._last[1]
 
@@ -87,9 +82,7 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
     path = folder / f"{kind}.json"
     if not path.is_file():
         if any(not is_part(path) for path in folder.iterdir()):
-            raise ValueError(
-                f"{folder} holds files of something else; repeat what left them, remove the folder, or give another"
-            )
+            raise ValueError(f"{folder} holds files of something else; repeat what left them, or give another folder")
         write_json(path, about)
         return
     before = read_json(path)
@@ -104,8 +97,6 @@ def _check_or_write(folder: Path, kind: str, about: dict[str, Any]) -> None:
 
 
 class SearchJournal:
-    """The folder of one search: of a model with these weights, with these settings."""
-
     def __init__(self, folder: Folder, settings: Mapping[str, Any], weights: Mapping[str, Weight]) -> None:
         self.journal = Journal(folder, settings, weights.values(), "search")
         self.folder, self.weights = self.journal.folder, weights

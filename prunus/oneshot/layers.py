@@ -48,7 +48,6 @@ def holders(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[nn.Mo
 
 
 def _held(model: nn.Module, weights: Sequence[Weight]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Modules that hold each weight, and its name in them."""
     names = {weight.parameter: weight.name for weight in weights}
     held: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
@@ -173,10 +172,7 @@ def windows(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
 
 
 def _spread(conv: nn.modules.conv._ConvTransposeNd, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-    """The input of the plain convolution with the same kernel that gives the same outputs, in reverse order.
-
-    Zeros stand between the inputs (stride) and around them (the kernel reaches beyond them).
-    """
+    """The input, with zeros in and around it, of a plain convolution with the same outputs in reverse order."""
     num_dims, x = len(conv.kernel_size), input.detach()
     how = conv.stride, conv.padding, conv.kernel_size
     more = conv._output_padding(x, output_size, *how, num_dims, conv.dilation)  # pyrefly: ignore[bad-argument-type]

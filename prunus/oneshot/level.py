@@ -47,7 +47,6 @@ class Level:
         return self.candidates[name] if name in self.candidates else self.live[name] & ~self.packed[name]
 
     def tuning_notes(self) -> list[str]:
-        """Sentences that say what tuning achieved."""
         notes = []
         if self.tuned:
             helped = sum(one.helped for one in self.tuned.values())
@@ -84,7 +83,6 @@ class Level:
         self._grids_apply_()
 
     def put_on_grid_(self, name: str, on_grid: OnGrid) -> None:
-        """Note that the new values of a weight are on a grid."""
         self.grids[name] = on_grid
         put_on_grid_(self.weights[name].module, name.rpartition(".")[2], on_grid)
 

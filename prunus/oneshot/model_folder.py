@@ -67,10 +67,7 @@ def opened_folder(folder: Path, device: torch.device | str) -> Any:
 def changed_folder(
     folder: str | os.PathLike[str], out: str | os.PathLike[str] | None, ranks: Ranks | None, *, small: bool = False
 ) -> Iterator[tuple[Any, Path]]:
-    """The model of a folder to change, and a folder for what is done; at the end the result is written to ``out``.
-
-    Killed, the same call goes on with what was done. Of several ranks the first one writes.
-    """
+    """The model of a folder to change, and a folder for what is done, from which the same call goes on if killed."""
     if out is None:
         raise ValueError(f"{folder} is pruned block by block into a new folder: give out=")
     source, target = Path(folder), Path(out)

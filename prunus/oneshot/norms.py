@@ -29,20 +29,15 @@ SIZE = {"cpu": 4, "cuda": 32}  # samples per pass: more is no faster
 
 @torch.no_grad()
 def input_norms(calibration: Calibration) -> dict[str, Tensor]:
-    """L2 norm of every input feature over all tokens that the attention masks admit.
-
-    A norm broadcasts to its weight. Samples are batched where that does not change what the layers see.
-    """
+    """L2 norm of every input feature over all tokens that the masks admit, in a shape that broadcasts to its weight."""
     reader, weights = _Sums(calibration), list(calibration.weights.values())
     size = SIZE.get(calibration.device.type, 4) if reader.may_batch() else 1
     reader.read(calibration, size, after=reader.done)
     left = [name for name in calibration.weights if name not in reader.sums]
     used = reader.used(left) if left else set()
     if unreached := [name for name in left if name not in used]:
-        raise ValueError(
-            f"the score reads input norms, but no sample reached {', '.join(unreached)}: modules that were not called; "
-            "exclude them, give samples that use them, or take magnitude"
-        )
+        problem = f"the score reads input norms, but no sample reached {', '.join(unreached)}"
+        raise ValueError(f"{problem}: modules that were not called; exclude them, use other samples, or take magnitude")
     homes = {weight.name: weight.parameter.device for weight in weights}
     norms = {name: squares.sqrt().to(homes[name], torch.float32) for name, squares in reader.sums.items()}
     mean = fill_unreached_(norms, weights)
@@ -163,9 +158,7 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.names, self.found = names, set[str]()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
         self.found |= {self.names[parameter] for parameter in read if parameter in self.names}
         return func(*args, **(kwargs or {}))

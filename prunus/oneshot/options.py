@@ -10,12 +10,11 @@ from typing import Any, Literal
 class BlockTuning:
     """Trains kept weights, biases and norms to give the dense model's outputs, by Adam over the calibration samples.
 
-    First each block learns alone, for ``epochs`` passes over the samples: it reads what the pruned model gives it,
-    and its targets are the outputs of the dense block in the dense model. Then the whole model learns for
-    ``whole_epochs``: the loss is its KL divergence from the dense model, over tokens or classes, or logit by logit; if
-    the model does not return logits, it is the mean squared difference of the outputs (``result.notes`` says which).
-    Learning rates fall to zero. A tenth of the samples is held out: the epoch that is best on it is kept, or none if
-    none improves.
+    First each block learns alone, for ``epochs`` passes over the samples: it reads what the pruned model gives it, and
+    its targets are the outputs of the dense block in the dense model. Then the whole model learns for ``whole_epochs``:
+    the loss is its KL divergence from the dense model, over tokens or classes, or logit by logit; if the model does not
+    return logits, it is the mean squared difference of the outputs (``result.notes`` says which). Learning rates fall
+    to zero. A tenth of the samples is held out: the epoch that is best on it is kept, or none if none improves.
     """
 
     epochs: int = 8
@@ -77,11 +76,7 @@ class Repair:
         return BlockTuning() if self.tune is True else self.tune or None
 
     def damping_for(self, num_tokens: int, num_inputs: int) -> float:
-        """``damping``, or by default ``0.8 / sqrt(tokens per input)`` within [0.01, 1]: few tokens call for more.
-
-        This is a compromise: of two models with about equally many tokens per input, one did better with less damping
-        and one with more (docs/evidence/repair.md).
-        """
+        """``damping``, or by default ``0.8 / sqrt(tokens per input)`` within [0.01, 1]: few tokens call for more."""
         if self.damping is not None:
             return self.damping
         return min(max(0.8 * math.sqrt(num_inputs / max(1, num_tokens)), 0.01), 1.0)
@@ -102,14 +97,10 @@ class Limit:
     def __post_init__(self) -> None:
         given = [value for value in (self.relative, self.absolute) if value is not None]
         if len(given) != 1 or not (math.isfinite(given[0]) and given[0] >= 0):
-            raise ValueError(
-                f"a limit must be either relative or absolute, and at least 0, got {self.relative}, {self.absolute}"
-            )
+            raise ValueError(f"a limit is either relative or absolute, from 0 on, got {self.relative}, {self.absolute}")
         if self.better not in ("lower", "higher"):
-            raise ValueError(
-                f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}; for example "
-                "Limit(relative=0.05, better='lower')"
-            )
+            problem = f"better must be 'lower' (perplexity, loss) or 'higher' (accuracy), got {self.better!r}"
+            raise ValueError(f"{problem}; for example Limit(relative=0.05, better='lower')")
 
     def allows(self, dense: float, value: float) -> bool:
         worse = value - dense if self.better == "lower" else dense - value
@@ -126,10 +117,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Trial:
-    """One level: the sparsity aimed at and the one reached, the metric, and whether it was accepted.
-
-    ``scale`` is what tuning multiplied tau by; ``passes`` counts forward and backward passes of one sample.
-    """
+    """One level: sparsity aimed at and reached, metric, whether it passed; tuning multiplied tau by ``scale``."""
 
     target: float
     sparsity: float

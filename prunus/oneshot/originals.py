@@ -14,10 +14,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class Originals:
-    """Values of tensors before they were changed, bit for bit: those at the changed places, or all.
-
-    Of tensors ``on_disk`` none is remembered: their old values are there.
-    """
+    """Values of tensors before they were changed, bit for bit: at the changed places, or all; none if ``on_disk``."""
 
     def __init__(self, on_disk: Collection[Tensor] = ()) -> None:
         self.on_disk = on_disk
@@ -56,11 +53,7 @@ class Originals:
 
     @torch.no_grad()
     def restore_(self) -> dict[Tensor, Tensor]:
-        """Write everything back, the last change first.
-
-        Returns what stood in the tensors that were changed as a whole, in the memory that their old values had, unless
-        that was lent.
-        """
+        """Write everything back, the last change first; returns what tensors that changed as a whole had held."""
         is_lent, self._is_lent, self.whole = self._is_lent, False, {}
         replaced: dict[Tensor, Tensor] = {}
         while self._before:
@@ -74,10 +67,7 @@ class Originals:
 
     @torch.no_grad()
     def lend(self) -> dict[Tensor, Tensor]:
-        """What each changed tensor was before.
-
-        What is remembered as a whole is lent, in main memory and without a copy: nothing is written there any more.
-        """
+        """What each changed tensor was before; whole ones are lent, and nothing is written there any more."""
         self._is_lent = True
         old: dict[Tensor, Tensor] = {}
         for tensor, packed, values in reversed(self._before):
@@ -103,11 +93,7 @@ def _write_(tensor: Tensor, packed: Tensor | None, values: Tensor) -> None:
 
 @torch.no_grad()
 def sums_of_bits(model: nn.Module) -> dict[str, int]:
-    """By name of each floating-point parameter, the sum of its bits times fixed random numbers.
-
-    The sum is exact and the same on every device and in every memory format; any training changes it, however the
-    weights are written. Large tensors are sampled, so that a change to a few elements alone may stay unseen.
-    """
+    """By name of each parameter, an exact sum of at most ``SAMPLE`` of its words, which any training changes."""
     generator = torch.Generator("cpu").manual_seed(0)
     factors = torch.randint(2**62, (SAMPLE,), generator=generator, device="cpu") | 1  # odd: no bit is multiplied away
     by_device: dict[torch.device, dict[str, Tensor]] = {}

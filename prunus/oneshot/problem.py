@@ -85,21 +85,10 @@ class Problem:
         alive = weight != 0
         if live:
             alive &= torch.cat([live.get(name, torch.ones_like(dense).bool()) for name, dense in weights.items()])
-        return Problem(
-            weights=weights,
-            damping=damping,
-            weight=weight,
-            gram=gram,
-            scale=scale,
-            drift=drift,
-            targets=targets if drift is None else targets.add_(drift),
-            live=alive,
-            unseen=unseen if bool(unseen.any()) else None,
-            unit=unit,
-            energy=energy,
-            floor=floor,
-            ranks=ranks,
-        )
+        targets = targets if drift is None else targets.add_(drift)
+        never = unseen if bool(unseen.any()) else None
+        matrices = weights, damping, weight, gram, scale, drift, targets, alive
+        return Problem(*matrices, never, unit, energy, floor, ranks)
 
     @cached_property
     def live_by_layer(self) -> dict[str, Tensor]:
@@ -107,15 +96,12 @@ class Problem:
         return {} if bool(self.live.all()) else self.split(self.live)
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """Rows by layer."""
         return dict(zip(self.weights, rows.split([len(weight) for weight in self.weights.values()]), strict=True))
 
     def scaled(self) -> Tensor:
-        """Scaled dense weights."""
         return self.weight * self.scale
 
     def masked(self, support: Tensor) -> Candidate:
-        """The dense weights on a support."""
         return self.costs(self.weight * support, support)
 
     def candidate(self, values: Tensor, support: Tensor) -> Candidate:
@@ -132,10 +118,7 @@ class Problem:
         return _choose_rows(is_pruned & (solved.damped <= mask.damped), solved, mask)
 
     def better(self, first: Candidate, second: Candidate, mask: Candidate) -> Candidate:
-        """The candidate of smaller damped error, layer by layer, or for all together where layers trade counts.
-
-        The second one must also not leave a larger error than ``mask``.
-        """
+        """The one of smaller damped error, by layer if counts are equal; the second must not lose to ``mask``."""
         same_counts = torch.equal(*(self.layer_sums(one.support.sum(1)) for one in (first, second)))
         total = self._sum_by_layer if same_counts else lambda rows: self.total(rows.sum()).expand_as(rows)
         wins = (total(second.damped) < total(first.damped)) & (total(second.errors) <= total(mask.errors))
@@ -161,7 +144,6 @@ class Problem:
         return Candidate(weight, support, damped, (damped - damping + self.floor).clamp_(min=0))
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks."""
         return values if self.ranks is None else self.ranks.sum(values)
 
     def layer_sums(self, rows: Tensor) -> Tensor:
@@ -187,7 +169,6 @@ def _sums(matrix: Tensor) -> Tensor:
 
 
 def _choose_rows(where: Tensor, first: Candidate, second: Candidate) -> Candidate:
-    """Rows of ``first`` where told, else of ``second``."""
     return Candidate(
         torch.where(where.unsqueeze(1), first.weight, second.weight),
         torch.where(where.unsqueeze(1), first.support, second.support),
@@ -200,9 +181,7 @@ def _check(weights: Mapping[str, Tensor], moments: Moments) -> None:
     names = ", ".join(weights)
     for matrix in (moments.gram, moments.cross, moments.dense):
         if matrix is not None and not bool(matrix.isfinite().all()):
-            raise ValueError(
-                f"the inputs of {names} have a Gram matrix that is not finite: a sample gives NaN or inf there"
-            )
+            raise ValueError(f"the inputs of {names} have a Gram matrix that is not finite: a sample gives NaN or inf")
     for name, weight in weights.items():
         if weight.ndim != 2 or weight.shape[1] != len(moments.gram):
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, but its Gram matrix {tuple(moments.gram.shape)}")

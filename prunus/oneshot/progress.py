@@ -24,7 +24,6 @@ class Meter:
         self._goal, self._counts_samples = total, False
 
     def show(self, phase: str) -> None:
-        """Say what is being done now."""
         self.phase = phase
         if self.report is not None:
             self.report(self.num_done, self.total, phase)

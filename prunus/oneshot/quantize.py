@@ -55,9 +55,7 @@ def quantize(
     """
     ranks, grid = joined(group, locals()), checked_grid(bits)
     if getattr(model, "peft_config", None):
-        raise ValueError(
-            "the model has adapters; merge them first with model = model.merge_and_unload(), then quantize"
-        )
+        raise ValueError("the model has adapters; merge them first: model = model.merge_and_unload(), then quantize")
     which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
     how: dict[str, Any] = {"batch_size": batch_size, "offload": offload, "ranks": ranks}
     with silent(ranks) as is_silent:

@@ -22,10 +22,7 @@ from .step import Change, LayerRepair, Layers, Step, mean_error
 
 @dataclass(frozen=True)
 class Quantize:
-    """Puts the weights that ``first`` leaves, or all that are not zero, onto a grid; masks do not change.
-
-    ``skipped`` names weights that stay off a grid.
-    """
+    """Puts weights that ``first`` leaves, or all that are not zero, onto a grid, except those that are ``skipped``."""
 
     grid: Grid
     first: Step | None = None
@@ -126,7 +123,6 @@ def _solved(weights: Mapping[str, Tensor], gram: Tensor, factor: Tensor, grid: G
 
 
 def _quantised(before: Change, parts: Sequence[Change], grid: Grid) -> Change:
-    """The parts of a layer as one."""
     error = mean_error([part.repair.bits_error for part in parts], parts)
     return replace(
         before,

@@ -20,10 +20,7 @@ SWEEPS = 4  # of coordinate descent; more gain less than a percent of the error 
 
 @torch.no_grad()
 def gptq(weight: Tensor, mask: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Values of a matrix (out, in) on a grid, in its dtype, and scales (out, groups).
-
-    ``factor`` is that of ``factor_of``. Scales are chosen from the kept values alone, after earlier errors came in.
-    """
+    """Values of a matrix (out, in) on a grid, in its dtype, and scales (out, groups), by a ``factor_of`` H."""
     dtype = weight.dtype
     left = weight.to(factor.dtype, copy=True)  # what is still to be rounded
     values, scales = torch.zeros_like(left), []

@@ -11,6 +11,7 @@ from ..ops.machine import give_back, said_by_linux, wait_for
 
 # how a model fails that cannot be run as was tried; without memory, torch raises a RuntimeError on a GPU
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+Work = Callable[[], object]
 SHARE = {"cpu": 0.25, "cuda": 0.7}  # of the free memory that a pass may take
 CACHED = 1 << 28  # bytes of a pass on a CPU beyond which larger batches only leave the cache
 SLACK = {"cpu": 2.5, "cuda": 1.6}  # a pass takes this many times what it saves for its backward
@@ -46,8 +47,6 @@ class Clock:
 
 @dataclass
 class Cost:
-    """Time, passes and memory of a call."""
-
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of the call
     passes: int = 0  # forward and backward passes of one sample
@@ -76,7 +75,6 @@ class Cost:
         self.peak_bytes = max(one.peak_bytes for one in ranks)
 
     def add_(self, other: "Cost") -> None:
-        """Take in what an earlier call has cost."""
         self.seconds += other.seconds
         parts = {**other.parts, **self.parts}
         self.parts = {part: self.parts.get(part, 0.0) + other.parts.get(part, 0.0) for part in parts}
@@ -99,7 +97,6 @@ class Peak:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on ``device``."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -135,13 +132,7 @@ def release(device: torch.device) -> None:
         give_back()
 
 
-def fits(
-    work: Callable[[], object],
-    device: torch.device,
-    make_room: Callable[[], None] | None = None,
-    *,
-    or_raise: bool = False,
-) -> bool:
+def fits(work: Work, device: torch.device, make_room: Work | None = None, *, or_raise: bool = False) -> bool:
     """Do ``work``. False where memory ran out; what it took is free again, and what ``make_room`` frees."""
     try:
         work()

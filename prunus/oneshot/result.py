@@ -59,9 +59,6 @@ class Result(ChangedModel):
         of = f"{zeros:,} of {num:,} weights in {len(self.level.weights)} layers are zero"
         return f"Result({zeros / num:.4%}: {of}{_in_bits(self.level)}, {self.seconds:.1f} s)"
 
-    def __str__(self) -> str:
-        return "\n".join([repr(self), str(self.cost), *self.notes])
-
     @property
     def notes(self) -> list[str]:
         """Sentences that say what was tuned, what was not, and which layers could not be repaired or quantised."""
@@ -173,10 +170,9 @@ class Result(ChangedModel):
             if weight.module._parameters.get("weight", weight) is None:
                 raise ValueError(f"{name} is in a sparse layer: call unsparsify_(model) first")
             if all(p is not weight.parameter for p in weight.module.parameters()):
-                raise ValueError(
-                    f"{name} is no longer the parameter that was pruned: it was replaced, for example by "
-                    "load_state_dict(..., assign=True); load the weights without assign, or the dense ones"
-                )
+                problem = f"{name} is no longer the parameter that was pruned: it was replaced, as by"
+                advice = "load the weights without assign, or the dense ones"
+                raise ValueError(f"{problem} load_state_dict(..., assign=True); {advice}")
 
 
 @dataclass(repr=False)
@@ -202,7 +198,6 @@ def _in_bits(level: Level) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few of the names, and how many others there are."""
     others = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + others
 

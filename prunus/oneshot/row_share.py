@@ -35,7 +35,6 @@ class RowShare:
         return {name: matrices[name][rows[self.rank]] for name, rows in self.rows.items() if name in matrices}
 
     def whole(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of all ranks."""
         assert self.ranks is not None
         whole = {}
         for name, own in matrices.items():
@@ -61,10 +60,7 @@ class RowShare:
 
 
 class LargestOfAll:
-    """Chooses all but the ``num_drop`` smallest live scores of each layer, as ``keep_all_but`` does, over all ranks.
-
-    A sample of all scores brackets each threshold, and only what lies within the bracket travels.
-    """
+    """``keep_all_but`` over all ranks: a sample brackets each threshold, and what lies within it alone travels."""
 
     def __init__(self, num_drop: Mapping[str, int], sizes: Mapping[str, int], ranks: Ranks) -> None:
         self.num_keep, self.ranks = {name: size - num_drop[name] for name, size in sizes.items()}, ranks
@@ -131,7 +127,6 @@ class LargestOfAll:
         }
 
     def _own(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
-        """This rank's part of a vector of all ranks."""
         return whole.split(list(sizes))[self.ranks.rank]
 
     def _numbers(self, own: Sequence[Mapping[str, int]]) -> list[dict[str, list[int]]]:

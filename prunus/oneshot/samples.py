@@ -24,8 +24,6 @@ Tree = Any  # tensors in tuples, lists and dicts
 
 @dataclass(frozen=True)
 class Stack:
-    """Samples of equal shapes, stacked."""
-
     tree: Tree
     size: int
 
@@ -95,7 +93,6 @@ class Samples:
         return self.first + self.step * (sum(stack.size for stack in self.stacks[: chunk.stack]) + chunk.start + row)
 
     def tree(self, chunk: Chunk | Pick, times: int = 1) -> Tree:
-        """The samples of a chunk, repeated ``times`` times."""
         stack = self.stacks[chunk.stack]
         return repeated(rows(stack.tree, chunk.rows, stack.size), times, chunk.size)
 
@@ -105,10 +102,8 @@ def check_batches(batches: Any) -> None:
     if isinstance(batches, Tensor | Mapping):
         raise ValueError("batches must be an iterable of batches, got a single batch; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
-        raise ValueError(
-            f"batches must be an iterable of batches, got {batches!r}; pass the sparsity by name: prune(model, "
-            "sparsity=0.5)"
-        )
+        problem = f"batches must be an iterable of batches, got {batches!r}"
+        raise ValueError(f"{problem}; pass the sparsity by name: prune(model, sparsity=0.5)")
 
 
 def is_empty(batches: Any) -> bool:
@@ -121,10 +116,8 @@ def samples_of(batches: Iterable[Any]) -> Samples:
     stacks = []
     for batch in batches:
         if isinstance(batches, Dataset) and any(map(_is_number, pytree.tree_leaves(plain_batch(batch)))):
-            raise ValueError(
-                f"batches must be an iterable of batches, got {type(batches).__name__}, a dataset of single samples; "
-                "pass DataLoader(dataset, batch_size=8)"
-            )
+            problem = f"batches must be an iterable of batches, got {type(batches).__name__}"
+            raise ValueError(f"{problem}, a dataset of single samples; pass DataLoader(dataset, batch_size=8)")
         stacks.append(_stack(batch))
     samples = Samples(_merged(stacks))
     if not samples.stacks:
@@ -155,7 +148,6 @@ def rows(tree: Tree, where: slice | Sequence[int], size: int) -> Tree:
 
 
 def repeated(tree: Tree, times: int, size: int) -> Tree:
-    """The same tree with all rows repeated ``times`` times."""
     if times == 1:
         return tree
     return pytree.tree_map(lambda leaf: torch.cat([leaf] * times) if has_rows(leaf, size) else leaf, tree)
@@ -182,11 +174,7 @@ def _room(leaf: Tensor, size: int, spill: Spill | None) -> Tensor | FileRows:
 
 
 def write_rows(into: Tree, tree: Tree, chunk: Chunk, size: int, spill: Spill | None = None) -> Tree:
-    """The tree of all ``size`` samples with the rows of a chunk copied to their places.
-
-    A leaf may have one row for all samples of a chunk, as a bias of positions; the tree stores it once until a chunk
-    comes with another.
-    """
+    """The tree of all ``size`` samples with a chunk's rows in their places; a row that all share is stored once."""
     wholes, spec = pytree.tree_flatten(into)
     parts = pytree.tree_leaves(tree)
     return pytree.tree_unflatten([_write(*pair, chunk, size, spill) for pair in zip(wholes, parts, strict=True)], spec)
@@ -206,7 +194,6 @@ def _write(whole: Any, part: Any, chunk: Chunk, size: int, spill: Spill | None) 
 
 
 def copied(tree: Tree) -> Tree:
-    """The same tree with cloned tensors."""
     return pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, tree)
 
 
@@ -252,7 +239,6 @@ def named_parts(batch: Tree) -> dict[str, Any]:
 
 
 def mask_of(tree: Tree) -> Tensor | None:
-    """The attention mask (sample, token) of a batch, if it has one."""
     mask = named_parts(tree).get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
@@ -267,7 +253,6 @@ def num_tokens(tree: Tree) -> int:
 
 
 def shortened(tree: Tree, length: int) -> Tree:
-    """The first ``length`` tokens of each sample."""
     return pytree.tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) and leaf.ndim == 2 else leaf, tree)
 
 
@@ -285,18 +270,14 @@ def _stack(batch: Any) -> Stack:
             f"{type(batch).__name__} {'without rows' if sizes else 'without a tensor; convert lists to tensors'}"
         )
     if isinstance(tree, tuple) and _are_tokens_and_mask(*tree):
-        raise ValueError(
-            "a pair is (input, target), but this target looks like an attention mask: 0 or 1 for every token; give a "
-            "dict: {'input_ids': ids, 'attention_mask': mask}, or {'input_ids': ids, 'labels': labels} for labels"
-        )
+        problem = "a pair is (input, target), but this target looks like an attention mask: 0 or 1 for every token"
+        raise ValueError(f"{problem}; give a dict: {{'input_ids': ids, 'attention_mask': mask}}, or one with 'labels'")
     inputs = tree[0] if isinstance(tree, tuple) else tree
     for name, leaf in inputs.items() if isinstance(inputs, Mapping) else ():
         is_packed = isinstance(name, str) and (name.startswith("pixel_values") or name.endswith("grid_thw"))
         if is_packed and isinstance(leaf, Tensor) and sizes[0] > 1 and not has_rows(leaf, sizes[0]):
-            raise ValueError(
-                f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows, which cannot be assigned to "
-                "samples; give batches of one sample each"
-            )
+            problem = f"a batch has {sizes[0]} samples, but {name} has {len(leaf)} rows"
+            raise ValueError(f"{problem}, which cannot be assigned to samples; give batches of one sample each")
     return Stack(tree, sizes[0])
 
 

@@ -39,10 +39,9 @@ def _row(score: ScoreLike) -> Score | None:
         return None
     row = score_of(score, {})
     if missing := [name for name in row.reads if name not in READABLE] + [n for n in row.settings if n != "name"]:
-        raise ValueError(
-            f"{score} reads {missing[0]}, which a trained model without its optimizer does not have; "
-            "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
-        )
+        problem = f"{score} reads {missing[0]}, which a trained model without its optimizer does not have"
+        advice = "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
+        raise ValueError(f"{problem}; {advice}")
     return row
 
 
@@ -116,7 +115,6 @@ class Scores:
         return [Shape(name, tuple(weight.parameter.shape), weight.outputs) for name, weight in self.weights.items()]
 
     def keep(self, select: Selector, sparsity: float, live: Packed) -> dict[str, Tensor]:
-        """Packed masks at ``sparsity`` within ``live``."""
         if select.group in ("row", "neighbours"):  # refuses weights without such rows before any pass
             select.quota(self.shapes(), sparsity)
         return select.packed(self.sources(select, sparsity, live), sparsity, live)
@@ -128,10 +126,8 @@ class Scores:
         moments, row = self.method.moments, SCORES["bitter7"]
         for name, weight in self.weights.items():
             if name not in moments or moments[name].shape != weight.parameter.shape:
-                raise ValueError(
-                    "allocate='moments' reads Adam's second moments (exp_avg_sq) by name, but moments= has none of "
-                    f"{name}; pass them, or take allocate='fisher'"
-                )
+                problem = "allocate='moments' reads Adam's second moments (exp_avg_sq) by name"
+                raise ValueError(f"{problem}, but moments= has none of {name}; pass them, or take allocate='fisher'")
         reads = [moments[w.name].to(w.parameter.device, torch.float32) for w in self.weights.values()]
         both = zip(self.weights.values(), reads, strict=True)
         return [_lazy(weight, row.of, {"exp_avg_sq": squares}, {}, row) for weight, squares in both]
@@ -202,23 +198,10 @@ class _OnDisk(UserDict[str, Any]):
         return self.read(self.data[key]) if key == "weight" else self.data[key]
 
 
-def _lazy(
-    weight: Weight,
-    of: Callable[..., Tensor],
-    reads: dict[str, Tensor],
-    constants: dict[str, Any],
-    row: Score | None = None,
-) -> Lazy:
-    values = weight.parameter.detach()
-    reads_weight = row is None or "weight" in row.reads
-    return Lazy(
-        weight.name,
-        values,
-        of,
-        ({"weight": values} if reads_weight else {}) | reads,
-        constants=constants,
-        takes_position=row is not None and "position" in row.reads,
-        dtype=torch.promote_types(values.dtype, torch.float32),
-        formula=row.formula if row else SCORES["magnitude"].formula if of is magnitude else None,
-        outputs=weight.outputs,
-    )
+def _lazy(weight: Weight, of: Callable[..., Tensor], reads: dict, constants: dict, row: Score | None = None) -> Lazy:
+    values, takes_position = weight.parameter.detach(), row is not None and "position" in row.reads
+    if row is None or "weight" in row.reads:
+        reads = {"weight": values} | reads
+    formula = row.formula if row else SCORES["magnitude"].formula if of is magnitude else None
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return Lazy(weight.name, values, of, reads, constants, {}, takes_position, dtype, formula, weight.outputs)

@@ -71,9 +71,7 @@ def search(
     how: dict[str, Any] = {"loss": loss, "checkpointing": checkpointing, "moments": moments or {}}
     method = Method.of(batches, score, select, probe, repair, **how)
     if tune_tau and probe and probe.tau == "target":
-        raise ValueError(
-            "tau='target' follows from the sparsity and cannot be tuned; give a number, or leave out tune_tau"
-        )
+        raise ValueError("tau='target' follows from the sparsity and cannot be tuned; give a number, or no tune_tau")
     which: dict[str, Any] = {"include": include, "exclude": exclude, "only": only}
     calibration = Calibration(model, batches, offload=offload, batch_size=batch_size, **which)
     warn_if_much_stays_dense(calibration.model, calibration.eligible)
@@ -168,7 +166,6 @@ class _Search:
         self.kept.append(_Kept(target, prune_to(self.scores, target, within=self.live, masks=masks), trial))
 
     def _apply(self, kept: _Kept) -> None:
-        """Prune as a level that is known did."""
         self._to_dense()
         self.kept.append(kept)
         kept.level.apply_()

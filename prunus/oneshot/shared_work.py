@@ -29,22 +29,15 @@ RankGroup = ProcessGroup | bool | None  # True: all ranks; None: this process al
 
 
 def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
-    """The ranks of a group, once all of them were called with the same arguments; None where there is only one.
-
-    Ranks may have devices and folders of their own; models and batches are compared when they were read.
-    """
+    """The ranks of a group, after a check that all got the same arguments, but their own; None if it is one."""
     if group is None or group is False:
         return None
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "group divides the work among ranks, but there is no process group: start the program with torchrun and "
-            "call torch.distributed.init_process_group() first, or leave out group"
-        )
+        problem = "group divides the work among ranks, but there is no process group: start the program with torchrun"
+        raise ValueError(f"{problem} and call torch.distributed.init_process_group() first, or leave out group")
     members = dist.group.WORLD if group is True else group
     if not isinstance(members, ProcessGroup):
-        raise ValueError(
-            f"group must be a process group that this rank belongs to, or True for all ranks, got {group!r}"
-        )
+        raise ValueError(f"group must be a process group that has this rank, or True for all ranks, got {group!r}")
     if dist.get_world_size(members) == 1:
         return None
     ranks = Ranks([members], [members])
@@ -61,14 +54,11 @@ def _digest(value: Any) -> str:
 
 
 def check_same(ranks: Ranks, digests: Mapping[str, str]) -> None:
-    """Raise on all ranks if one has another digest of something."""
     first, *others = all_of(ranks, dict(digests))
     for number, other in enumerate(others, 1):
         if differing := [name for name in first if other.get(name) != first[name]]:
-            raise ValueError(
-                f"rank {number} and rank 0 have different {differing[0]}; give all ranks the same model, batches and "
-                "options"
-            )
+            problem = f"rank {number} and rank 0 have different {differing[0]}"
+            raise ValueError(f"{problem}; give all ranks the same model, batches and options")
 
 
 def check_same_inputs(ranks: Ranks, model: nn.Module, samples: Callable[[], Samples] | None) -> None:
@@ -126,7 +116,6 @@ def of_first(ranks: Ranks | None, work: Callable[[], T], device: torch.device | 
 
 
 def same(ranks: Ranks | None, value: T, device: torch.device | None = None) -> T:
-    """The value that the first rank has; its tensors on ``device``."""
     if ranks is None:
         return value
     box = [_packed(value) if ranks.rank == 0 else b""]
@@ -135,7 +124,6 @@ def same(ranks: Ranks | None, value: T, device: torch.device | None = None) -> T
 
 
 def all_of(ranks: Ranks, value: T, device: torch.device | None = None) -> list[T]:
-    """The values of all ranks, in their order."""
     boxes = [b""] * ranks.size
     dist.all_gather_object(boxes, _packed(value), ranks.groups[0])
     return [_unpacked(box, device) for box in boxes]

@@ -187,7 +187,6 @@ class Shrinking:
     def _narrow(
         self, calibration: Calibration, wanted: Wanted, num_before: int
     ) -> tuple[Level, Cuts, list[ShrunkLayer]]:
-        """Remove neurons and head groups."""
         plan = plan_of(calibration)
         widths = Widths(calibration.model, plan, calibration.weights)
         left = widths.by_hand(wanted) if wanted.size is None else widths.of_size(wanted.size * num_before, wanted)
@@ -301,9 +300,7 @@ def _measured(work: Shrinking, wanted: Wanted, progress: Progress | None) -> Shr
         trial.undo_()
         cost.add_(trial.cost)
         if tuned is None:
-            raise ValueError(
-                "split='measured' tunes the whole model, but there is too little memory; choose layers= yourself"
-            )
+            raise ValueError("split='measured' tunes the whole model, but memory is too small; choose layers= yourself")
         mixtures.append(Mixture(depth, tuned.after))
     best = min(mixtures, key=lambda one: one.distance)
     result = work.run(replace(wanted, layers=best.layers or None), progress)

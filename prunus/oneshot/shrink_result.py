@@ -63,9 +63,6 @@ class ShrinkResult(ChangedModel):
         share = f"{after / before:.1%} of the blocks' weights stay, {after:,} of {before:,}"
         return f"ShrinkResult({share}; {', '.join(self.removed)}; {self.seconds:.1f} s)"
 
-    def __str__(self) -> str:
-        return "\n".join([repr(self), str(self.cost), *self.notes])
-
     @property
     def removed(self) -> list[str]:
         """What was removed, in words."""

@@ -29,11 +29,7 @@ STEPS = 30  # of conjugate gradients, in rows of weights of which some are zero 
 
 @dataclass(frozen=True)
 class Shrink:
-    """Removes the units that cost least from the layers that read them; other layers are left out.
-
-    Layers of one group must read the same units, which are then chosen for all of them together. Weights that are zero
-    stay zero.
-    """
+    """Removes the units that cost least, the same from all layers of a group; other layers, and zeros, stay."""
 
     places: Mapping[str, Tensor]  # by name of a weight: (units, columns) of its matrix (out, in) that belong to each
     num_removed: Mapping[str, int]
@@ -68,10 +64,8 @@ class Shrink:
     def _check(self, weights: Mapping[str, Tensor], layers: Layers) -> None:
         (some, *others), num_moments = weights, len(layers.moments)
         if num_moments > 1:
-            raise ValueError(
-                f"units can be removed only from layers with one input, but {some} reads {num_moments} (a grouped "
-                "convolution, an attention or a stack of experts); leave it out"
-            )
+            problem = f"units can be removed only from layers with one input, but {some} reads {num_moments}"
+            raise ValueError(f"{problem} (a grouped convolution, an attention or a stack of experts); leave it out")
         num, units = self.num_removed[some], len(self.places[some])
         if not 0 <= num < units:
             raise ValueError(f"cannot remove {num} of the {units} units that {some} reads: at least one must stay")

@@ -9,6 +9,7 @@ small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https:
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -38,11 +39,7 @@ def solve(
     clock: Clock | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Change]:
-    """Prune layers (out, in) that share their input: find which weights stay and their values together.
-
-    ``live`` are masks of the weights that may stay, by default those that are not zero. Of ``ranks`` each solves some
-    of the rows, which are all that ``choose`` gets there.
-    """
+    """Prune layers (out, in) that share their input: which weights stay, and their values; ``ranks`` share the rows."""
     clock, damping = clock or Clock(moments.gram.device), repair.damping_for(moments.num_tokens, len(moments.gram))
 
     rows = RowShare(weights, ranks)
@@ -184,10 +181,7 @@ def inverse_by_panels(factor: Tensor) -> Tensor:
 
 
 def least_squares(problem: Problem, support: Tensor, values: Tensor, num_steps: int) -> Candidate:
-    """Least squares on a support, from ``values`` on.
-
-    A row whose error would rise by it (a dtype rounds) keeps its dense weights on the support.
-    """
+    """Least squares on a support, from ``values`` on; a row whose error would rise, by rounding, stays dense there."""
     return problem.candidate(descended(problem.gram, problem.targets, support, values, num_steps), support)
 
 
@@ -212,16 +206,11 @@ def descended(gram: Tensor, targets: Tensor, support: Tensor, values: Tensor, nu
 
 
 def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: int = 0) -> dict[str, Change]:
-    """The layers of a problem, apart again."""
     weights, supports = map(problem.split, (best.weight, best.support))
     energies = (problem.layer_sums(problem.energy) * problem.unit).tolist()
     errors = zip(problem.weights, energies, problem.relative_errors(mask), problem.relative_errors(best), strict=True)
-    return {
-        name: Change(
-            weight=weights[name].to(problem.weights[name].dtype),
-            mask=supports[name],
-            energy=energy,
-            repair=LayerRepair(mask_error, error, iterations, problem.damping),
-        )
-        for name, energy, mask_error, error in errors
-    }
+    changes = {}
+    for name, energy, mask_error, error in errors:
+        weight, repair = weights[name].to(problem.weights[name].dtype), LayerRepair(mask_error, error, iterations)
+        changes[name] = Change(supports[name], weight, energy, replace(repair, damping=problem.damping))
+    return changes

@@ -102,7 +102,6 @@ class _File:
         self.gaps: list[tuple[int, int]] = []  # offsets and sizes of what was given back
 
     def take(self, num_bytes: int) -> int:
-        """The offset of a piece."""
         for number, (offset, size) in enumerate(self.gaps):
             if size >= num_bytes:
                 self.gaps[number : number + 1] = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
@@ -143,10 +142,7 @@ class _File:
 
 
 class FileRows:
-    """Rows of a tensor in a file, given and taken by their numbers as those of a tensor are.
-
-    They lie one after the other, each with its dimensions in the order that they had in memory.
-    """
+    """Rows of a tensor, one after the other in a file, with their dimensions in the order that they had in memory."""
 
     def __init__(self, file: _File, like: Tensor, size: int) -> None:
         self.file, self.dtype, self.device = file, like.dtype, like.device
@@ -210,5 +206,4 @@ def zero_rows(rows: Tensor | FileRows) -> Tensor | FileRows:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
     return (values.reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)).numpy().data

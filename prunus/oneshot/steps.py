@@ -36,10 +36,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Solve:
-    """Solves for the weights that stay; if no masks are known, also for which ones stay.
-
-    ``num_drop`` is how many weights of a layer go, if only that number matters: experts share it equally.
-    """
+    """Solves for the weights that stay, and which these are if masks are not known; experts share ``num_drop``."""
 
     repair: Repair
     choose: Choose | None = None  # where masks are not known
@@ -88,7 +85,6 @@ class Solve:
     def _part(
         self, layers: Layers, masks: Mapping[str, Tensor] | None, i: int, moments: Moments, repair: Repair
     ) -> dict[str, Change]:
-        """Solve part ``i`` of the rows of every layer."""
         num_parts = len(layers.moments)
         ranks = self.ranks if num_parts == 1 else None
 

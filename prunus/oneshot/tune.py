@@ -23,6 +23,7 @@ HELD_OUT = 10  # one sample of so many decides which epoch stays
 SCALE = 1024  # of the loss of models in float16, whose gradients would vanish; Adam does not see it
 
 Loss = Callable[[Pick], Tensor]  # mean over the samples of a pick
+Rows = Sequence[tuple[int, int]]  # of samples: numbers of the stack and in it
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,7 @@ def tune(
     size: int,
     offload: Offload | None = None,
 ) -> Tuned:
-    """Adam over steps of ``batch`` samples, with passes of at most ``size``, fewer where memory runs out.
-
-    ``offload`` moves blocks during the passes. After an exception the parameters are as before.
-    """
+    """Adam over steps of ``batch`` samples, in passes of at most ``size``; all is as before after an exception."""
     before = [parameter.detach().clone() for parameter in parameters]
     with requiring_grad(parameters):
         while True:
@@ -118,9 +116,7 @@ class _Tuner:
         torch._foreach_copy_(list(self.parameters), best)
         return Tuned(first, least)
 
-    def _backward(
-        self, samples: Sequence[tuple[int, int]], masters: Sequence[Tensor], kept: Sequence[Tensor | None]
-    ) -> None:
+    def _backward(self, samples: Rows, masters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
         """Gradients of the mean loss, zero for weights that are pruned."""
         scale = SCALE if self.parameters[0].dtype == torch.float16 else 1
         for master in masters:
@@ -136,12 +132,12 @@ class _Tuner:
                 grad = grad if mask is None else grad * mask
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
 
-    def _error(self, samples: Sequence[tuple[int, int]]) -> float:
+    def _error(self, samples: Rows) -> float:
         picks = _picks(samples, self.size)
         return torch.stack([self.loss(pick).double() * (pick.size / len(samples)) for pick in picks]).sum().item()
 
 
-def _picks(samples: Sequence[tuple[int, int]], size: int) -> list[Pick]:
+def _picks(samples: Rows, size: int) -> list[Pick]:
     """Samples (stack, row) as picks of at most ``size``, each within one stack."""
     rows: dict[int, list[int]] = {}
     for stack, row in samples:

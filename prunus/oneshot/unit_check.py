@@ -5,7 +5,7 @@ produces them is made several times larger, which nothing may notice; then they 
 that layers share and norms over all units give other outputs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,10 +49,7 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        """On the first sample, of which a model that has a configuration reads the first tokens.
-
-        ValueError where the model cannot read it.
-        """
+        """On the first sample, of a configured model its first tokens; ValueError where the model cannot read it."""
         with calibration.open(), eagerly():
             calibration.check_model()
         model, sample = calibration.model, calibration.samples.tree(Chunk(0, 0, 1))
@@ -61,10 +58,7 @@ class UnitCheck:
         return UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
-        """What is wrong where the units ``gone`` are cut; empty where nothing is. The model stays whole.
-
-        ``less`` is the model that a new configuration builds, where there is one.
-        """
+        """What is wrong without the units ``gone``, beside ``less``, as the class builds it; empty if nothing is."""
         cuts = Cuts.of_units(self.model, gone, numbers)
         try:
             cuts.apply_()
@@ -93,7 +87,7 @@ class UnitCheck:
             for layer in (layer for layer in layers if layer.consumer not in written):
                 module = self.model.get_submodule(layer.consumer.rpartition(".")[0])
                 traces[layer.consumer] = seen = []
-                stack.enter_context(module.register_forward_hook(_appending(seen)))
+                stack.enter_context(module.register_forward_hook(partial(_append, seen)))
             traces[""] = list(_tensors(outputs(self.model, calibration.batch(Chunk(0, 0, 1)))))
         return traces
 
@@ -105,14 +99,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield leaf.detach().to("cpu", copy=True)
 
 
-def _appending(seen: list[Tensor]) -> Callable[..., None]:
-    """A hook that stores what a layer adds to its bias, which may be large."""
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        bias = module._parameters.get("bias")
-        seen.extend(_tensors(output if bias is None or output.shape[-1:] != bias.shape else output - bias))
-
-    return hook
+def _append(seen: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    """Store what a layer adds to its bias, which may be large."""
+    bias = module._parameters.get("bias")
+    seen.extend(_tensors(output if bias is None or output.shape[-1:] != bias.shape else output - bias))
 
 
 def _unreached(traces: Traces) -> str:

@@ -40,11 +40,7 @@ class UnitLayer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which units a model has, and what else says their number.
-
-    ``allowed`` is how many units of a field may stay, in order; the last is all of them. ``numbers`` are the attributes
-    of modules and configurations that change where so many units of each field stay.
-    """
+    """The units of a model, how many of a field are ``allowed`` to stay, and the ``numbers`` that change with them."""
 
     layers: Sequence[UnitLayer]
     reasons: Mapping[Kind, str]  # why units of a kind cannot go, where they cannot: sentences

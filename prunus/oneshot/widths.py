@@ -15,10 +15,7 @@ Removed = int | float | None  # a number of units, or a fraction of them above 0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be removed: ``size`` is the share of the blocks' weights that stays, the others say what goes.
-
-    With a size, ``heads=0`` keeps all heads.
-    """
+    """What is to be removed, or ``size``, the share of the weights that stays; then ``heads=0`` keeps all heads."""
 
     size: float | None = None
     neurons: Removed = None
@@ -33,19 +30,12 @@ class Wanted:
         if self.keeps_heads:
             by_hand.remove("heads")
         if self.size is None and not by_hand:
-            raise ValueError(
-                "pass size=, the share that stays (such as 0.7), or what to remove: neurons=, heads=, layers= or "
-                "experts="
-            )
+            raise ValueError("pass size=, the share that stays, or what goes: neurons=, heads=, layers= or experts=")
         if self.size is not None and not {"neurons", "heads"}.isdisjoint(by_hand):
-            raise ValueError(
-                "size sets how many neurons and heads stay; give either size, or neurons and heads; with size, heads=0 "
-                "keeps all heads"
-            )
+            problem = "size sets how many neurons and heads stay; give either size, or neurons and heads"
+            raise ValueError(f"{problem}; with size, heads=0 keeps all heads")
         if self.size is not None and not (_is_number(self.size) and 0 < self.size < 1):
-            raise ValueError(
-                f"size, the share of the weights that stays, must be above 0 and below 1, got {self.size!r}"
-            )
+            raise ValueError(f"size, the share of weights that stays, must be above 0 and below 1, got {self.size!r}")
         for name in by_hand:
             _check_removed(name, given[name])
         if not isinstance(self.multiple, Integral) or isinstance(self.multiple, bool) or self.multiple < 1:
@@ -75,9 +65,7 @@ def num_removed(name: str, wanted: float, num: int) -> int:
     _check_removed(name, wanted)
     removed = int(wanted) if isinstance(wanted, Integral) else round(wanted * num)
     if removed >= num:
-        raise ValueError(
-            f"{name}={wanted:g} would remove {removed} of {num}; give a smaller one, so that at least one stays"
-        )
+        raise ValueError(f"{name}={wanted:g} would remove {removed} of {num}; give less, so that at least one stays")
     if not removed:
         raise ValueError(f"{name}={wanted:g} of {num} is less than one; give a larger fraction, or a number")
     return removed
@@ -114,17 +102,13 @@ class Widths:
                 left[field] = num - num_removed(kind, removed, num)
                 if kind == "neurons":
                     if left[field] < wanted.multiple <= num:
-                        raise ValueError(
-                            f"{left[field]} of {num} neurons would stay, fewer than multiple={wanted.multiple}; remove "
-                            "fewer, or give a smaller multiple"
-                        )
+                        problem = f"{left[field]} of {num} neurons would stay, fewer than multiple={wanted.multiple}"
+                        raise ValueError(f"{problem}; remove fewer, or give a smaller multiple")
                     left[field] = _rounded(left[field], num, wanted.multiple)
                 elif left[field] not in (allowed := self.plan.allowed(field)):
                     removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"
-                    raise ValueError(
-                        f"cannot remove {num - left[field]} of {num} head groups: the class does not support what is "
-                        f"left; numbers that can go: {removable}"
-                    )
+                    problem = f"cannot remove {num - left[field]} of {num} head groups: the class refuses what is left"
+                    raise ValueError(f"{problem}; numbers that can go: {removable}")
         return left
 
     def of_size(self, most: float, wanted: Wanted) -> dict[str, int]:
@@ -152,11 +136,9 @@ class Widths:
         at = bisect_right(shares, most, key=lambda share: self.num_weights(left(share)))
         if at == 0 or min(left(shares[at - 1]).values()) < 1:
             unit = "neuron" if self.nums["neurons"] else "head group"
-            raise ValueError(
-                f"size={wanted.size:g} leaves no {unit}: without any, {self.num_weights(left(0.0)):,} of {num_now:,} "
-                f"weights would still be left, but only {int(most):,} may be; give a larger size, or also layers= or "
-                "experts="
-            )
+            now = f"{self.num_weights(left(0.0)):,} of {num_now:,} weights would still be left"
+            problem = f"size={wanted.size:g} leaves no {unit}: without any, {now}, but only {int(most):,} may be"
+            raise ValueError(f"{problem}; give a larger size, or also layers= or experts=")
         return left(shares[at - 1])
 
 

@@ -60,7 +60,6 @@ def unpack_reference(bits: Tensor, numel: int) -> Tensor:
 
 
 def unpack(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    """Boolean tensor of ``shape`` from its packed bits."""
     numel = math.prod(shape)
     if bits.is_cpu:
         flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little")).view(torch.bool)
@@ -112,11 +111,7 @@ def zero_reference_(tensor: Tensor, bits: Tensor) -> None:
 
 
 def zero_(tensor: Tensor, bits: Tensor) -> None:
-    """``zero_reference_``, without a boolean copy of the mask.
-
-    On the CPU the elements are multiplied, chunk by chunk, as integers of their width by 0 or 1, which
-    is exact for every value and several times faster than a masked fill.
-    """
+    """``zero_reference_``; a CPU multiplies words by 0 or 1, which is exact and faster than a masked fill."""
     if tensor.is_cuda and tensor.is_contiguous():
         from ._triton.packed import zero_ as kernel
 
@@ -147,6 +142,5 @@ def zero_each_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def check_count(num_kept: int, num_values: int) -> None:
-    """ValueError unless there is one value for each element that a mask keeps."""
     if num_kept != num_values:
         raise ValueError(f"the mask keeps {num_kept} elements, but there are {num_values} values")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import bits
-from .lazy import Lazy, sortable
+from .lazy import Lazy, Sources, sortable
 
 Packed = Mapping[str, Tensor]  # packed bits by name; a name that is missing is wholly live
 
@@ -26,11 +26,8 @@ def kernels_read(source: Lazy) -> bool:
     return source.device.type == "cuda" and not (source.shard and source.takes_position)
 
 
-def sampled(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) -> Tensor:
-    """Sortable integers of live scores: about ``SAMPLE`` if the sources are all ``total`` weights.
-
-    Of those ``num_live`` are live.
-    """
+def sampled(sources: Sources, total: int, num_live: int, live: Packed) -> Tensor:
+    """Sortable integers of live scores, about ``SAMPLE`` from ``total`` weights of which ``num_live`` are live."""
     rate = SAMPLE / total * min(4.0, total / num_live)  # of all elements, live or not
     if sources and all(map(kernels_read, sources)):
         from ._triton.candidates import sampled as kernel
@@ -41,7 +38,7 @@ def sampled(sources: Sequence[Lazy], total: int, num_live: int, live: Packed) ->
     return sortable(draw(sources, rate, num_live, live))
 
 
-def draw(sources: Sequence[Lazy], rate: float, seed: int, live: Packed) -> Tensor:
+def draw(sources: Sources, rate: float, seed: int, live: Packed) -> Tensor:
     """Scores of the live and finite, one at a random place of each of equal strides."""
     generator = torch.Generator().manual_seed(seed)
     drawn = []
@@ -63,10 +60,7 @@ def is_small(num_live: int) -> bool:
 
 
 def order_statistics(share: float, num: int, num_live: int) -> tuple[int, int, int]:
-    """Ranks (from 0) in a sample of ``num`` that enclose the share, and room for what lies between them.
-
-    They lie ``SIGMAS`` standard errors around the cut's rank.
-    """
+    """Ranks (from 0) in a sample of ``num`` that enclose the cut by ``SIGMAS``, and room for what lies between them."""
     slack = SIGMAS * math.sqrt(num * share * (1 - share)) + 1
     first, last = math.floor(share * num - slack), math.ceil(share * num + slack)
     return first, last, SAMPLE + 2 * math.ceil(num_live * (last - first) / max(1, num))
@@ -88,7 +82,7 @@ class Candidates:
     scores: Tensor
     positions: Tensor
 
-    def masks(self, sources: Sequence[Lazy], packed: Tensor | None = None) -> dict[str, Tensor]:
+    def masks(self, sources: Sources, packed: Tensor | None = None) -> dict[str, Tensor]:
         """Parts of ``above``, or of other bits that stand side by side as they do, by weight."""
         packed = self.above if packed is None else packed
         ends = [start + bits.num_bytes(source.numel) for source, start in zip(sources, self.starts, strict=True)]
@@ -96,12 +90,11 @@ class Candidates:
         return {source.name: packed[start:end] for source, start, end in parts}
 
     def owners(self, positions: Tensor) -> Tensor:
-        """Which of the weights each position belongs to."""
         first_bits = 8 * torch.tensor(self.starts, device=positions.device)
         return torch.searchsorted(first_bits, positions, right=True) - 1
 
 
-def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
+def candidates(sources: Sources, lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
     """One read of all sources, or None where more of all ranks' elements lie in [lo, hi] than ``limit``."""
     if all(map(kernels_read, sources)):
         from ._triton.candidates import candidates as kernel
@@ -115,7 +108,7 @@ def candidates(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: 
     return candidates_reference(sources, lo, hi, limit, live)
 
 
-def candidates_reference(sources: Sequence[Lazy], lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
+def candidates_reference(sources: Sources, lo: float, hi: float, limit: int, live: Packed) -> Candidates | None:
     """What lies above and in [lo, hi], weight by weight; None once more than ``limit`` lie inside."""
     # all before the pass: allocated in between, masks and lists would pin the heap that its temporaries leave
     sizes = [bits.num_bytes(source.numel) for source in sources]
@@ -148,11 +141,7 @@ def split_reference(scores: Tensor, live: Tensor | None, lo: float, hi: float) -
 
 
 def _split_on_cpu() -> Callable[[Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]:
-    """``split_reference`` by numpy, which compares and packs with vector instructions.
-
-    The booleans are written to the same two buffers every time: fresh ones would cost more in
-    page faults than the comparisons take.
-    """
+    """``split_reference`` by numpy's vector instructions, into two buffers: fresh ones cost page faults."""
     buffers = np.empty((2, bits.CHUNK), dtype=bool)
 
     def split(scores: Tensor, live: Tensor | None, lo: float, hi: float) -> tuple[Tensor, Tensor]:
@@ -187,7 +176,6 @@ def check_finite(name: str, scores: Tensor, live: Tensor | None) -> None:
     if live is not None:
         bad &= bits.unpack(live, scores.shape)
     if bad.any():
-        raise ValueError(
-            f"scores must be finite, but {name} has {int(bad.sum())} that are not, the first {scores[bad][0].item()}; "
-            "look for NaN in the weight, its gradient or its moments"
-        )
+        first = scores[bad][0].item()
+        problem = f"scores must be finite, but {name} has {int(bad.sum())} that are not, the first {first}"
+        raise ValueError(f"{problem}; look for NaN in the weight, its gradient or its moments")

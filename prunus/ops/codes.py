@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 
 def num_bytes(num_codes: int, bits: int) -> int:
-    """Bytes of a stream."""
     return 8 * -(-num_codes * bits // 64)
 
 

@@ -81,7 +81,6 @@ def divergence_(
 
 
 def divergence(logits: Tensor, expected: Tensor, labels: Tensor | None = None) -> RowLosses:
-    """The losses of each row, and no gradient."""
     return _row_losses(logits, expected, labels, [])
 
 

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Formula:
-    """A name that kernels know, what each of their registers holds, and two constants.
-
-    ``has_fast_roots`` says that roots may be approximate in the pass: in a product their error stays an error of a
-    few units in the last place.
-    """
+    """A name that kernels know, what their registers hold, two constants, and whether roots may be approximate."""
 
     name: str
     registers: Mapping[str, str]  # "w", "m", "v" to what the score reads

@@ -63,10 +63,7 @@ class Grid:
         return min(scales.max, torch.finfo(dtype).max) / self.middle * (1 - scales.eps)
 
     def fitted(self, weight: Tensor, mask: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The scale of each row (row, column) of one group, (row, 1): the clipping with the least squared error.
-
-        ``dtype``, by default that of ``weight``, is the one in which no kept weight may become zero or infinite.
-        """
+        """The scale (row, 1) of least squared error for rows of one group; no kept weight is 0 or infinite by it."""
         kept, dtype = weight * mask, dtype or weight.dtype
         largest = kept.abs().amax(1, keepdim=True)
         best = self.allowed(largest / self.middle, dtype)  # stays where the squares of errors overflow
@@ -82,7 +79,6 @@ class Grid:
         return (weight / scale + self.middle).round().clamp(0, 2**self.bits - 1)
 
     def rounded(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Each weight's nearest value on the grid."""
         return (self.nearest(weight, scale) - self.middle) * scale
 
     def codes(self, weight: Tensor, scales: Tensor) -> Tensor:
@@ -118,8 +114,6 @@ class Grid:
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight on a grid as bits, codes and scales."""
-
     packed: Tensor  # one bit an element, in the order of the flattened weight: whether it is kept
     codes: Tensor  # uint8, one for each kept element, in that order
     scales: Tensor  # (rows, groups), bfloat16

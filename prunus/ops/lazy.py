@@ -48,7 +48,6 @@ class Lazy:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the weight over all ranks."""
         return self.shard.global_shape if self.shard else tuple(self.shape)
 
     @property
@@ -87,7 +86,6 @@ class Lazy:
             yield start, self._score(reads, position)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Scores of the elements at ``positions`` of the flattened weight."""
         if self.formula is None:
             return self.all().reshape(-1)[positions]
         reads = {
@@ -99,13 +97,11 @@ class Lazy:
         return self._score(reads, self._placed(positions))
 
     def all(self) -> Tensor:
-        """Scores in the shape of the weight, all at once."""
         scores = self._score(self.reads, self._all_positions() if self.takes_position else None)
         return scores if self.formula is None else scores.expand(self.shape)
 
     @property
     def num_inputs(self) -> int:
-        """Elements of a whole row."""
         outputs = self.outputs or ()
         return math.prod(size for dim, size in enumerate(self.global_shape) if dim not in outputs)
 
@@ -117,7 +113,6 @@ class Lazy:
         return tensor.permute(_rows_first(self.outputs, tensor.ndim)).flatten(0, len(self.outputs) - 1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """A tensor (row, inputs...) in the shape of the weight."""
         return from_rows(rows, self.outputs or (), self.shape)
 
     def rows(self, parts: Sequence[slice] | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -150,14 +145,11 @@ class Lazy:
             came = type(scores).__name__
             if isinstance(scores, Tensor):
                 came = f"{scores.dtype}" if scores.shape == self.shape else f"a tensor of shape {tuple(scores.shape)}"
-            raise ValueError(
-                f"a score must give one real number for each element of {self.name}, a tensor of shape "
-                f"{tuple(self.shape)}, but yours gave {came}"
-            )
+            problem = f"a score must give one real number for each element of {self.name}"
+            raise ValueError(f"{problem}, a tensor of shape {tuple(self.shape)}, but yours gave {came}")
         return scores.to(self.compared)
 
     def _placed(self, positions: Tensor) -> Tensor:
-        """Positions in the whole weight."""
         return self.shard.positions(positions) if self.shard else positions
 
     def _all_positions(self) -> Tensor:
@@ -169,6 +161,9 @@ class Lazy:
         first = start // inner
         rows = tensor.expand(self.shape).flatten(0, -2)[first : -(-stop // inner)]
         return rows.reshape(-1)[start - first * inner : stop - first * inner]
+
+
+Sources = Sequence[Lazy]  # of the weights that are cut together
 
 
 def stored(name: str, scores: Tensor) -> Lazy:
@@ -198,10 +193,8 @@ def check_elementwise(source: Lazy) -> None:
     reads = {name: half.of(tensor) for name, tensor in source.reads.items()}
     alone = replace(source, weight=half.of(source.weight), reads=reads, shard=None).all()
     if not torch.equal(alone.nan_to_num(), half.of(source.all()).nan_to_num()):
-        raise ValueError(
-            f"the score of an element of {source.name} depends on others, which other ranks may hold; "
-            "over sharded weights a score must be element-wise"
-        )
+        problem = f"the score of an element of {source.name} depends on others, which other ranks may hold"
+        raise ValueError(f"{problem}; over sharded weights a score must be element-wise")
 
 
 def _itself(scores: Tensor) -> Tensor:

@@ -45,10 +45,7 @@ def said_by_linux(file: str, key: str) -> int | None:
 
 
 def give_back() -> None:
-    """Give memory that the C library holds free back to the system, where it is glibc.
-
-    Tensors of up to 32 MB lie in a heap whose holes it keeps otherwise.
-    """
+    """Give back to the system what glibc holds free: tensors of up to 32 MB leave holes in its heap."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

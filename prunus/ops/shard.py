@@ -21,10 +21,7 @@ class Sums(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """The block of ``shape`` at ``offset`` of a tensor of ``global_shape``.
-
-    Of several ranks that hold copies of a block one ``is_owner``: it alone contributes to sums.
-    """
+    """A block of a tensor of ``global_shape``; of ranks with copies of it one ``is_owner``, who adds to sums."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -34,11 +31,9 @@ class Shard:
 
     @property
     def global_numel(self) -> int:
-        """Elements of the whole tensor."""
         return math.prod(self.global_shape)
 
     def along(self, dims: Sequence[int]) -> "Shard":
-        """The shard seen along some dimensions only."""
         picked = ([values[dim] for dim in dims] for values in (self.global_shape, self.offset, self.shape))
         global_shape, offset, shape = map(tuple, picked)
         return Shard(global_shape, offset, shape, self.is_owner, self.ranks)

@@ -29,15 +29,11 @@ Product = Callable[[Tensor, Any, Tensor | None], Tensor]  # of x, the form it wa
 
 @cache
 def can_tile(device: torch.device) -> bool:
-    """Whether the device multiplies tiles."""
     return device.type == "cuda" and _nvrtc.is_there() and torch.cuda.get_device_capability(device) >= TILE_FROM
 
 
 def tile_product(tiles: TileForm, num: int, device: int) -> Product:
-    """``x W^T + bias`` for x of shape (..., in) with ``num`` vectors, up to 16, of the type of the tiles.
-
-    What its calls have in common is prepared here; it has the addresses of the tiles, and may live as long as they do.
-    """
+    """``x W^T + bias`` for ``num`` vectors x (..., in), up to 16; it has the tiles' addresses, which must live."""
     num_rows, width = tiles.shape
     vectors, missing, blocks = 8 if num <= 8 else 16, -width % COLUMNS, -(-num_rows // ROWS)
     kind, sums = f"{TYPES[tiles.dtype]}, {vectors}", ROWS * vectors * 4
@@ -67,7 +63,6 @@ def tile_product(tiles: TileForm, num: int, device: int) -> Product:
 
 
 def tile_dense(tiles: TileForm) -> Tensor:
-    """The matrix with its zeros."""
     num_rows, width = tiles.shape
     out = torch.empty(tiles.shape, dtype=tiles.dtype, device=tiles.data.device)
     num_tiles = len(tiles.starts) - 1
@@ -167,7 +162,6 @@ def most_at_once(gaps: Gaps, device: int) -> int:
 
 
 def most_coded_at_once(form: CodedGaps, device: int) -> int:
-    """``most_at_once`` of codes."""
     sums = 2 * CODED_GAP_WARPS * ROWS * 4
     room, size = _nvrtc.most_shared(device), form.dtype.itemsize
     return max(

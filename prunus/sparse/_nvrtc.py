@@ -76,10 +76,7 @@ class Config(ctypes.Structure):
 
 
 class Launch(threading.local):
-    """A launch that is prepared but for the arguments at ``given`` and the stream, so that calls cost the host little.
-
-    Each thread has its own memory for the arguments, which the driver copies at the launch.
-    """
+    """A launch that is prepared but for the arguments at ``given``, which each thread has apart, and the stream."""
 
     def __init__(
         self, kernel: Kernel, grid: int, threads: int, shared: int, args: Sequence[int], given: slice = slice(0)

@@ -72,7 +72,6 @@ class Advice:
 
     @property
     def verdict(self) -> list[str]:
-        """What to do, in plain words."""
         if not self.rows:
             return [f"no linear layer has {SPARSE_FROM:.0%} zeros or more: there is nothing to gain; prune first"]
         if not any(winner(times) != "dense" for row in self.rows for times in (row.decode, row.prefill)):
@@ -171,11 +170,7 @@ def _totals(timed: list[tuple[LayerTimes, Times]]) -> tuple[float, float]:
 
 
 def dense_step_seconds(source: Any, dtype: torch.dtype, device: torch.device, batch: int) -> float | None:
-    """Seconds of a step with a dense model like that of ``source``, a model or its folder; None if it cannot be run.
-
-    Models of its configuration with one and with two blocks, and random weights, are run: each further block is taken
-    to take as long as the second.
-    """
+    """Seconds of a dense step, from models of one and of two blocks with random weights; None if these do not run."""
     if not isinstance(source, nn.Module) and not (Path(source) / "config.json").is_file():
         return None
     try:

@@ -73,10 +73,7 @@ def forms_of(
 
 
 def usual_form(kind: WeightKind, vectors: int, device: torch.device) -> str:
-    """The form where nothing is measured: codes where a weight has them, since they are the smallest.
-
-    Gaps are better for one vector, and gaps of values for few where most is zero.
-    """
+    """The form where nothing is measured: codes if there are any, gaps for one vector or where most is zero."""
     is_tiled = can_tile(device) and kind.dtype in TILE_DTYPES
     if is_tiled and kind.is_coded:
         return "coded gaps" if vectors == 1 else "coded"

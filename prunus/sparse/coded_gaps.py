@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ..ops.grid import GROUP, Coded, Grid, coded
 from .coded_tiles import BITS, can_code
 from .gaps import LANES, entries_of
-from .tiles import ROWS, TileForm, joined_parts, row_parts
+from .tiles import ROWS, TileForm, are_places, joined_parts, misfit, row_parts
 
 LONGEST = 8  # columns from one entry to the next
 NOTHING = 15
@@ -38,7 +38,6 @@ class CodedGaps(TileForm):
     TILE_COLUMNS = HALVES * GROUP
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, rounded to its type."""
         parts = [_codes(self, first) for first in range(0, len(self.starts) - 1, CHUNK)]
         if not parts:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -52,15 +51,10 @@ class CodedGaps(TileForm):
         return scales.masked_fill(scales == 0, torch.finfo(torch.bfloat16).tiny)
 
     def check(self) -> None:
-        """ValueError unless every place that a product would read exists: for forms that come from a file."""
-        (num_rows, width), starts = self.shape, self.starts
-        num_tiles = -(-num_rows // ROWS) * self.across
-        whole = starts.dtype == torch.int32 and starts.shape == (num_tiles + 1,) and int(starts[0]) == 0
-        whole = whole and self.data.dtype == torch.int32 and self.data.shape == (4 * int(starts[-1]),)
-        sizes = starts.diff()
-        whole = whole and bool((sizes >= UNITS).all()) and bool((sizes <= UNITS * (1 + GROUP // IN_WORD)).all())
+        width, starts = self.shape[1], self.starts
+        whole, sizes = are_places(self, torch.int32, UNITS, UNITS * (1 + GROUP // IN_WORD)), starts.diff()
         whole = whole and bool((UNITS * (1 + (_heads(self) & 0xFFFF)) == sizes[:, None]).all())
-        for first in range(0, num_tiles if whole else 0, CHUNK):
+        for first in range(0, len(starts) - 1 if whole else 0, CHUNK):
             column, value = _entries(self, first)
             tile = torch.arange(first, first + len(column), device=starts.device)[:, None]
             group = tile % self.across * HALVES + torch.arange(LANES, device=starts.device) // ROWS
@@ -68,7 +62,7 @@ class CodedGaps(TileForm):
             is_entry = (value == NOTHING) | ((value % 2 == 0) & is_inside)
             whole = whole and bool((is_entry & (column < 2 * GROUP)).all())
         if not whole:
-            raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
+            raise misfit(self)
 
 
 def coded_gaps_of(weight: Coded, dtype: torch.dtype) -> CodedGaps:
@@ -87,7 +81,6 @@ def coded_gaps_of_dense(weight: Tensor, scales: Tensor) -> CodedGaps:
 
 
 def _packed(codes: Tensor, keep: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Data, and units of each tile, of some rows."""
     keep, codes, scales = (_lists(part, size) for part, size in ((keep, GROUP), (codes, GROUP), (scales, 1)))
     num_tiles = len(keep)
     which, column, value = entries_of(keep.view(-1, GROUP), 2 * codes[keep], LONGEST, NOTHING)

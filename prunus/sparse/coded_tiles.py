@@ -30,7 +30,6 @@ class CodedTiles(TileForm):
     """Tiles of bits, scales and 4-bit codes; ``data`` is (units * 16,), uint8, and ``dtype`` that of the values."""
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, rounded to its type."""
         num_rows, width = self.shape
         if not num_rows * width:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -82,7 +81,6 @@ def coded_tiles_of_dense(weight: Tensor, scales: Tensor) -> CodedTiles:
 
 
 def _packed(codes: Tensor, keep: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Data, and units of each tile, of some rows."""
     down, across = (-(-size // part) for size, part in zip(keep.shape, (ROWS, COLUMNS), strict=True))
     pad = (0, across * COLUMNS - keep.shape[1], 0, down * ROWS - keep.shape[0])
 

@@ -22,10 +22,7 @@ OPEN = rf".*\blayer_idx\W*$,.*\b(fast|fused)\b.*\b({PARTS})\W*$"  # what dynamo 
 
 
 class CompiledBlocks:
-    """The model's forward with its blocks compiled, for one cache; between calls the model is as it was.
-
-    ``check`` runs a step without compiling. ValueError for a model whose blocks do not each use one layer of the cache.
-    """
+    """The model's forward with its blocks compiled, for one cache; ``check`` runs a step without compiling."""
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         self.model, self.cache = model, cache

@@ -43,9 +43,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0, got {self.temperature}; for greedy text, use do_sample=False"
-            )
+            raise ValueError(f"temperature must be above 0, got {self.temperature}; greedy text is do_sample=False")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -161,26 +159,20 @@ class Decoder:
         config = self.model.config.get_text_config(decoder=True)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"input_ids has the token {low if low < 0 else high}, but the model's tokens are 0 to "
-                f"{config.vocab_size - 1}"
-            )
+            problem = f"input_ids has the token {low if low < 0 else high}"
+            raise ValueError(f"{problem}, but the model's tokens are 0 to {config.vocab_size - 1}")
         longest = getattr(config, "max_position_embeddings", None)
         if longest is not None and ids.shape[1] + max_new_tokens > longest:
-            raise ValueError(
-                f"a prompt of {ids.shape[1]} tokens plus {max_new_tokens} new ones exceeds the {longest} that the "
-                "model reads; shorten the prompt, or lower max_new_tokens"
-            )
+            problem = f"a prompt of {ids.shape[1]} tokens plus {max_new_tokens} new ones exceeds the {longest}"
+            raise ValueError(f"{problem} that the model reads; shorten the prompt, or lower max_new_tokens")
         ids = ids.to(self.device, torch.int64)
         if mask is None:  # as model.generate does: padding is told from the pad token where it is not an end too
             config = self.model.generation_config
             is_padded = config.pad_token_id is not None and pad not in eos and bool((ids == pad).any())
             return ids, (ids != pad).long() if is_padded else torch.ones_like(ids)
         if not isinstance(mask, Tensor) or mask.shape != ids.shape or bool((mask[:, -1] == 0).any()):
-            raise ValueError(
-                f"attention_mask must have the shape {tuple(ids.shape)} of input_ids, and zeros on the left only; "
-                "pad prompts on the left"
-            )
+            problem = f"attention_mask must have the shape {tuple(ids.shape)} of input_ids, and zeros on the left only"
+            raise ValueError(f"{problem}; pad prompts on the left")
         return ids, mask.to(self.device, torch.int64)
 
     def _state(self, batch: int, length: int, sampling: Sampling, eos: tuple[int, ...], pad: int) -> DecoderState:
@@ -200,7 +192,6 @@ class Decoder:
 
 
 def check_model(model: nn.Module) -> None:
-    """ValueError for a model that the decoder cannot run."""
     name = type(model).__name__
     if not hasattr(model, "prepare_inputs_for_generation") or not hasattr(model, "generation_config"):
         raise ValueError(f"the decoder runs causal language models of transformers; {name} is not one")
@@ -214,10 +205,8 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"the decoder needs all weights on one device, but they are on {places}; move them")
     for setting, neutral in NEUTRAL.items():
         if (value := getattr(model.generation_config, setting, None)) not in neutral:
-            raise ValueError(
-                f"the generation config sets {setting} = {value}, which the decoder does not follow; "
-                f"set model.generation_config.{setting} = None, or use model.generate"
-            )
+            problem = f"the generation config sets {setting} = {value}, which the decoder does not follow"
+            raise ValueError(f"{problem}; set model.generation_config.{setting} = None, or use model.generate")
     static_cache(model, SHORTEST)
 
 

@@ -55,7 +55,6 @@ class DecoderState:
         self.positions.copy_(positions[:, -1:] + 1)
 
     def advance(self) -> None:
-        """Write one more token."""
         self.num_written += 1
         if self.compile and self.forward is self.model:
             self._compile()
@@ -90,12 +89,7 @@ class DecoderState:
     def _logits(self, forward: Any, ids: Tensor, positions: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Logits (batch, vocabulary) of the next token."""
         inputs = self.model.prepare_inputs_for_generation(
-            ids,
-            past_key_values=self.cache,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **options,
+            ids, past_key_values=self.cache, attention_mask=mask, position_ids=positions, use_cache=True, **options
         )
         return forward(**inputs, return_dict=True).logits[:, -1]
 
@@ -125,10 +119,7 @@ class DecoderState:
             warnings.warn(f"the blocks of {name} cannot be compiled, so text is slower: {reason}", stacklevel=5)
 
     def _capture(self) -> None:
-        """Capture a step as a graph.
-
-        A model whose step cannot be captured, as one that looks at values on the host, goes on step by step.
-        """
+        """Capture a step as a graph; a model that looks at values on the host goes on step by step."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), _decoding(self.model):
@@ -163,11 +154,7 @@ class DecoderState:
 
 
 class PromptGraph:
-    """A call ``read(ids, positions, mask)``, captured as a graph where prompts of one length follow each other.
-
-    The first of a length runs as it is, so that prompts of many lengths cost nothing more. Where the host launches each
-    product a short prompt takes several times as long.
-    """
+    """A call ``read(ids, positions, mask)``, captured as a graph where prompts of one length follow each other."""
 
     def __init__(self) -> None:
         self.length, self.is_refused = 0, False
@@ -200,11 +187,7 @@ class PromptGraph:
 
 
 def static_cache(model: Any, length: int) -> Any:
-    """A cache of ``length`` keys and values for each layer, whatever the window of its attention.
-
-    A layer with a window keeps all keys too: its mask hides those before the window, so that a step is the same work at
-    every token, where the cache of transformers moves its keys from some token on.
-    """
+    """A cache of ``length`` keys and values for each layer, also of one with a window, whose mask hides the others."""
     try:
         from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
     except ImportError:

@@ -41,8 +41,7 @@ class Launches(dict[Any, Any]):
 
 @dataclass(frozen=True)
 class Gaps:
-    """A matrix (out, in) in gap form; ``rows`` holds for each row its first unit, its first block and its number of
-    entries, and in one row more where the last one ends."""
+    """A matrix (out, in); a row of ``rows`` has a row's first unit, first block and number of entries."""
 
     values: Tensor  # (units * UNIT,), of the matrix's type
     codes: Tensor  # (units * UNIT / 2,), uint8
@@ -69,7 +68,6 @@ class Gaps:
         return Gaps(*(getattr(self, name).clone() for name in self.PARTS), shape=self.shape)
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros."""
         num_rows, width = self.shape
         flat = torch.zeros(num_rows * width + 1, dtype=self.values.dtype, device=self.values.device)
         for first, last in row_blocks(num_rows, width) if len(self.values) else ():
@@ -150,7 +148,6 @@ class Slots:
 
 
 def slots_of(gaps: Gaps, first: int, last: int) -> Slots:
-    """The places of the rows ``first`` to ``last``."""
     table = gaps.rows[first : last + 1].long()
     num_blocks = table[1:, 1] - table[:-1, 1]
     row = torch.repeat_interleave(num_blocks)

@@ -18,7 +18,7 @@ from ..ops.grid import Grid
 from .choose import forms_of, groups_of
 from .coded_gaps import coded_gaps_of_dense
 from .coded_tiles import BITS, coded_tiles_of_dense
-from .gaps import Gaps, gaps_of_dense, joined_gaps
+from .gaps import gaps_of_dense, joined_gaps
 from .model_layers import check_values, chosen, linear_weight, why_not
 from .product import DTYPES, CodedForm, Form, check_device, dense, form_of, operator, product
 from .tiles import DTYPES as TILE_DTYPES
@@ -31,10 +31,7 @@ NOTHING: tuple[Tensor | None, int | None, Any, dict[int, Tensor]] = (None, None,
 
 
 class SparseLinear(nn.Module):
-    """``x W^T + bias`` with W in a sparse form, for inference; gradients reach x alone.
-
-    A layer may be one of ``FusedLinears``, which compute the products of all their layers at once.
-    """
+    """``x W^T + bias`` with a sparse W, for inference, alone or as one of ``FusedLinears``; gradients reach x alone."""
 
     like: Tensor
     bias: Tensor | None
@@ -59,7 +56,6 @@ class SparseLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "SparseLinear":
-        """The same layer; the zeros of its weight say what is left out."""
         check_values("the layer's weight", linear.weight)
         if reason := why_not(linear.weight):
             shape = tuple(linear.weight.shape)
@@ -126,11 +122,8 @@ class SparseLinear(nn.Module):
 
 @cache  # once in a process
 def warn_of_training() -> None:
-    warnings.warn(
-        "sparse layers do not train: to train the model, call unsparsify_(model), then make the optimizer; to run it, "
-        "call model.eval()",
-        stacklevel=3,
-    )
+    problem = "sparse layers do not train: to train the model, call unsparsify_(model), then make the optimizer"
+    warnings.warn(f"{problem}; to run it, call model.eval()", stacklevel=3)
 
 
 def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -> None:
@@ -144,10 +137,8 @@ def _refuse_save_pretrained(layer: SparseLinear, prefix: str, keep_vars: bool) -
 
 def refuse_saving(*_: Any, **__: Any) -> None:
     """Stands in the place of ``save_pretrained`` in models with sparse layers, since trainers give it the state."""
-    raise ValueError(
-        "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model) "
-        "first, then save_pretrained or prunus.save_model"
-    )
+    problem = "the model has sparse layers, which would load with random weights: call prunus.sparse.unsparsify_(model)"
+    raise ValueError(f"{problem} first, then save_pretrained or prunus.save_model")
 
 
 def guard_saving_(model: nn.Module) -> None:
@@ -171,10 +162,8 @@ def _resize_buffers(layer: SparseLinear, state_dict: Mapping[str, Any], prefix: 
     new = form_of([*parts.values()], form.shape, form.dtype, stage)
     if type(new) is not type(form):
         wanted, got = (type(each).__name__ for each in (form, new))
-        raise ValueError(
-            f"{prefix.rstrip('.')} is stored as {wanted}, but the state has {got}; load it into a model that was "
-            "sparsified in the same way"
-        )
+        problem = f"{prefix.rstrip('.')} is stored as {wanted}, but the state has {got}"
+        raise ValueError(f"{problem}; load it into a model that was sparsified in the same way")
     new.check()
     empty = [torch.empty_like(part, dtype=getattr(form, name).dtype, device=device) for name, part in parts.items()]
     layer._set(form_of(empty, form.shape, form.dtype, stage))
@@ -191,10 +180,9 @@ def _take_buffers(layer: SparseLinear, *_: Any) -> None:
 class FusedLinears:
     """Layers that read the same input: the first one that is called computes the product of all.
 
-    The others take their part of it if they are called with the very same tensor, unchanged: a change in place is seen,
-    except of tensors made in inference mode, whose changes torch does not count. ``join`` puts the layers' forms
-    into one, of which the layers' own buffers become views. Layers that turn out to be called with different inputs run
-    alone from then on.
+    The others take their part of it if they are called with the very same tensor, unchanged (in inference mode torch
+    does not count changes). ``join`` puts the layers' forms into one, of which their own buffers become views. Layers
+    that turn out to be called with different inputs run alone from then on.
     """
 
     def __init__(self, layers: Sequence[SparseLinear]) -> None:
@@ -204,14 +192,15 @@ class FusedLinears:
         self.join()
 
     def join(self) -> None:
-        forms = [layer.form for layer in self.layers]
-        self.form, views = joined(forms)
-        biases = [layer.bias for layer in self.layers]
-        kept = [bias for bias in biases if bias is not None]
+        forms: list[Any] = [layer.form for layer in self.layers]
+        self.form, views = (joined_tiles if isinstance(forms[0], TileForm) else joined_gaps)(forms)
+        first = next((layer.bias for layer in self.layers if layer.bias is not None), None)
         self.bias = None
-        if kept:
-            none = [torch.zeros(size, dtype=kept[0].dtype, device=kept[0].device) for size in self.sizes]
-            self.bias = torch.cat([zeros if bias is None else bias for bias, zeros in zip(biases, none, strict=True)])
+        if first is not None:
+            biases = [
+                first.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in self.layers
+            ]
+            self.bias = torch.cat(biases)
         self.waiting = NOTHING  # the latest input, its version, what ran, and outputs that layers have not taken
         for place, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
             layer._set(view)
@@ -274,14 +263,11 @@ def sparsify_(
         check_values(f"{name}.weight", weight)
     scales = {name: scales_of_codes(weight, grid_of(model.get_submodule(name))) for name, weight in weights.items()}
     kinds = {name: kind_of(weight, scales[name]) for name, weight in weights.items() if why_not(weight) is None}
-    devices = {name: weights[name].device for name in kinds}
-    for device in set(devices.values()):
-        check_device(device)
     forms: dict[str, str] = {}
-    for device in dict.fromkeys(devices.values()):
-        forms |= forms_of(
-            {name: kind for name, kind in kinds.items() if devices[name] == device}, vectors, device, least
-        )
+    for device in dict.fromkeys(weights[name].device for name in kinds):
+        check_device(device)
+        here = {name: kind for name, kind in kinds.items() if weights[name].device == device}
+        forms |= forms_of(here, vectors, device, least)
     if "" in forms:
         raise ValueError("the model is itself a linear layer: use SparseLinear.from_linear(model)")
     names = [name for name in kinds if name in forms]
@@ -339,12 +325,6 @@ def group_(model: nn.Module, kinds: Mapping[str, WeightKind]) -> None:
         if len(layers) > 1 and can_join(layers):
             FusedLinears(layers)
     guard_saving_(model)
-
-
-def joined(forms: Sequence[Form]) -> tuple[Form, Sequence[Form]]:
-    """Matrices of one form one below the other, and each again as a view of the whole."""
-    tiles = [form for form in forms if isinstance(form, TileForm)]
-    return joined_tiles(tiles) if tiles else joined_gaps([form for form in forms if isinstance(form, Gaps)])
 
 
 def can_join(layers: Sequence[SparseLinear]) -> bool:

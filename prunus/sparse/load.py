@@ -71,7 +71,10 @@ def _fill_(model: Any, tensors: Tensors, device: torch.device, vectors: int, lea
     for name, way in ways.items():
         forms[name] = _form(way, layers[name], stored[f"{name}.weight"], tensors, device)
         layers[name]._parameters["weight"] = None
-    _give_memory_(model, device)
+    for parameter in model.parameters():
+        if parameter.is_meta:  # swapped, so that tied ones stay tied
+            empty = torch.empty_like(parameter, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
     taken = {stored[f"{name}.weight"] for name in ways}
     rest = {name: home for name, home in tensors.homes.items() if name not in taken}
     huggingface.fill_(model, replace(tensors, homes=rest), device)
@@ -120,11 +123,3 @@ def _kinds(layers: Mapping[str, nn.Module], stored: Mapping[str, str], tensors: 
             sparsity = 1 - values.shape[0] / max(1, record.layout.numel)
             kinds[name] = WeightKind((num_rows, width), dtype, sparsity, record.layout.encoding == "2:4")
     return kinds
-
-
-def _give_memory_(model: nn.Module, device: torch.device) -> None:
-    """Empty memory for every parameter that has none; those that are one stay one."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))

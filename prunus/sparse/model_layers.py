@@ -38,9 +38,7 @@ def linear_weight(module: nn.Module) -> Tensor:
 def check_values(name: str, weight: Tensor) -> None:
     """ValueError for a weight on the meta device."""
     if weight.is_meta:
-        raise ValueError(
-            f"{name} is on the meta device and has no values; load them first, for example with load_model"
-        )
+        raise ValueError(f"{name} is on the meta device and has no values; load them first, as load_model does")
 
 
 def why_not(weight: Tensor) -> str | None:

@@ -42,10 +42,7 @@ def dense(form: Form) -> Tensor:
 
 
 def product(x: Tensor, form: Form, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` for x of shape (..., in), of the type of x; sums are in float32.
-
-    Vectors must be finite: a zero that bridges a gap times infinity is NaN, as in the dense product.
-    """
+    """``x W^T + bias`` for finite x (..., in), of its type; sums are in float32, and zeros times infinity are NaN."""
     num_rows, width = form.shape
     size = x.shape
     if not size or size[-1] != width:  # the rest is checked where a call takes long or is the first of its kind
@@ -74,9 +71,7 @@ def check_input(x: Tensor, shape: Sequence[int], device: torch.device) -> None:
         raise ValueError(f"a sparse layer of {shape[1]} inputs takes a tensor (..., {shape[1]}), got {tuple(x.shape)}")
     if x.dtype not in INPUT_DTYPES:
         legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
-        raise ValueError(
-            f"a sparse layer takes a tensor of {legal}, got {x.dtype}; convert it, for example by x.float()"
-        )
+        raise ValueError(f"a sparse layer takes a tensor of {legal}, got {x.dtype}; convert it, as by x.float()")
     if x.device != device:
         raise ValueError(f"a sparse layer on {device} got a tensor on {x.device}; move one of them with .to()")
 

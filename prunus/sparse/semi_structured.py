@@ -41,10 +41,8 @@ def semi_structured_(
             raise ValueError(f"{name}.weight {reason}; exclude the layer, or prune it with NofM(2, 4)")
     device = next(iter(layers.values())).weight.device
     if not can_run(device):
-        raise ValueError(
-            "semi-structured tensors need an NVIDIA GPU of compute capability 8.0 or newer, but the model is on "
-            f'{device}; move it with model.to("cuda") first'
-        )
+        problem = "semi-structured tensors need an NVIDIA GPU of compute capability 8.0 or newer"
+        raise ValueError(f'{problem}, but the model is on {device}; move it with model.to("cuda") first')
     for layer in layers.values():
         layer.weight = nn.Parameter(torch.sparse.to_sparse_semi_structured(layer.weight.detach()), requires_grad=False)
     return list(layers)
@@ -62,7 +60,6 @@ def why_not(weight: Tensor) -> str | None:
 
 
 def can_run(device: torch.device) -> bool:
-    """Whether the device multiplies semi-structured tensors."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST

@@ -8,7 +8,7 @@ have the bits of its own elements. At 50 % it takes 0.57 of the dense bytes, at 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,7 +63,6 @@ class Tiles(TileForm):
     """Tiles of bits and 16-bit values; ``data`` is (units * UNIT,), int16."""
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros."""
         num_rows, width = self.shape
         if not num_rows * width:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.data.device)
@@ -76,6 +75,7 @@ class Tiles(TileForm):
         return matrix[:num_rows, :width].contiguous().view(self.dtype)
 
     def check(self) -> None:
+        """ValueError unless every place that a product would read exists: for forms that come from a file."""
         check_tiles(self, HEAD, UNIT, torch.int16)
 
 
@@ -125,21 +125,28 @@ def joined_tiles(parts: Sequence[Form]) -> tuple[Form, list[Form]]:
 
 
 def check_tiles(tiles: TileForm, head: int, in_unit: int, dtype: torch.dtype) -> None:
-    """ValueError unless every place that a product would read exists: for tiles that come from a file.
-
-    A tile has ``head`` units before its values, of which a unit holds ``in_unit``.
-    """
-    starts, num_tiles = tiles.starts, -(-tiles.shape[0] // ROWS) * tiles.across
-    whole = starts.dtype == torch.int32 and starts.shape == (num_tiles + 1,) and int(starts[0]) == 0
-    whole = whole and tiles.data.dtype == dtype and tiles.data.ndim == 1 and tiles.data.nbytes == 16 * int(starts[-1])
-    sizes = starts.diff().long() - head
-    whole = whole and bool((sizes >= 0).all()) and bool((sizes <= TILE // in_unit).all())
-    if whole and num_tiles:
+    """Refuse tiles with ``head`` units before their values, of which a unit holds ``in_unit``, as ``check`` does."""
+    whole = are_places(tiles, dtype, head, head + TILE // in_unit)
+    if whole and len(tiles.starts) > 1:
         num_kept = bits.count(heads_of(tiles, TILE // 8))
-        whole = torch.equal((num_kept + in_unit - 1) // in_unit, sizes)
+        whole = torch.equal((num_kept + in_unit - 1) // in_unit, tiles.starts.diff().long() - head)
     if not whole:
-        num_rows, width = tiles.shape
-        raise ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
+        raise misfit(tiles)
+
+
+def are_places(tiles: TileForm, dtype: torch.dtype, least: int, most: int) -> bool:
+    """Whether data and starts fit the shape and each other, with ``least`` to ``most`` units in a tile."""
+    starts, data, num_tiles = tiles.starts, tiles.data, -(-tiles.shape[0] // ROWS) * tiles.across
+    if starts.dtype != torch.int32 or starts.shape != (num_tiles + 1,) or int(starts[0]) != 0:
+        return False
+    sizes = starts.diff()
+    are_sizes = bool((sizes >= least).all()) and bool((sizes <= most).all())
+    return are_sizes and data.dtype == dtype and data.ndim == 1 and data.nbytes == 16 * int(starts[-1])
+
+
+def misfit(form: Any) -> ValueError:
+    num_rows, width = form.shape
+    return ValueError(f"the parts of a sparse {num_rows} x {width} matrix do not fit together; save it again")
 
 
 def heads_of(tiles: TileForm, num_bytes: int) -> Tensor:

@@ -44,10 +44,7 @@ PATIENCE = 1.0  # seconds that one measurement takes at most on a CPU, beyond it
 
 @dataclass(frozen=True)
 class WeightKind:
-    """What the time of a product depends on; the zeros are anywhere, or two in four.
-
-    A weight that is coded is on a grid whose codes tiles can hold.
-    """
+    """What the time of a product depends on: zeros anywhere or two in four, and whether tiles can hold the codes."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -62,7 +59,6 @@ class WeightKind:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a dense weight."""
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -70,7 +66,6 @@ class WeightKind:
         return f"{self.shape[0]} x {self.shape[1]} {dtype} {zeros}" + f" {BITS} bits" * self.is_coded
 
     def weight(self, device: torch.device) -> Tensor:
-        """A random weight of this kind."""
         generator = torch.Generator(device).manual_seed(0)
         weight = torch.randn(self.shape, device=device, generator=generator).to(self.dtype)
         left = self.sparsity
@@ -143,7 +138,6 @@ def machine_name(device: torch.device) -> str:
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where the times of a device are."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = machine_name(device) if device.type == "cuda" else f"cpu-{_cpu_name()}-{torch.get_num_threads()}"
     return home / "prunus" / f"times-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.json"
@@ -212,7 +206,6 @@ def formats_of(weight: Tensor, scales: Tensor | None = None) -> dict[str, Weight
 
 
 def measured(weight: Tensor, vectors: int, scales: Tensor | None = None) -> Times:
-    """Microseconds of a product in each format."""
     own = torch.Generator(weight.device).manual_seed(0)  # torch's draws belong to the user
     x = torch.randn(vectors, weight.shape[1], device=weight.device, generator=own).to(weight.dtype)
     times = Times()

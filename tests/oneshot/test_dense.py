@@ -15,7 +15,7 @@ from toys import batch, net, train
 
 from prunus import AdamWPrune, BlockTuning, Pruner, Repair, prune, shrink
 from prunus.oneshot import Probe
-from prunus.oneshot.dense import is_overlapping
+from prunus.oneshot.changed import is_overlapping
 from prunus.oneshot.originals import SAMPLE, Originals, sums_of_bits
 
 MODELS = {"mlp": mlp, "cnn": cnn, "llama": partial(llama, num_layers=2)}

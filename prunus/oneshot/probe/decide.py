@@ -21,10 +21,7 @@ Tau = float | Mapping[str, float] | Sequence[float] | Literal["adaptive", "targe
 
 @dataclass(frozen=True)
 class Ratios:
-    """q at the candidates of one weight, in order of position, and how many of them have no usable q.
-
-    NaN marks candidates that stay whatever tau is; infinity a gradient that was zero before.
-    """
+    """q at the candidates of one weight, in order: NaN where one stays whatever tau is, infinite where G0 is 0."""
 
     q: Tensor
     num_zero: int  # both gradients are zero
@@ -42,7 +39,6 @@ def ratios(before: Tensor, after: Tensor, zero: ZeroGradient) -> Ratios:
 
 
 def is_allowed(q: Tensor, tau: float) -> Tensor:
-    """Where the gradient grew by no more than the fraction ``tau``."""
     return q <= 1 + tau
 
 

@@ -27,6 +27,7 @@ from .taps import NotRows, Taps, Variant, add_largest_, sample_gradients
 
 Statistic = Literal["largest", "mean square"]
 Records = dict[str, Tensor]
+Variants = Sequence[Variant]
 T = TypeVar("T")
 SCALE = 2.0**12  # of the loss of float16 models, whose gradients would vanish; a weight whose gradient overflows stays
 
@@ -36,8 +37,6 @@ class _TooLarge(Exception):
 
 
 class Engine:
-    """Records of a model's gradients over the calibration samples."""
-
     def __init__(self, calibration: Calibration, objective: Objective, checkpointing: bool = False) -> None:
         self.calibration = calibration
         self.objective = objective
@@ -75,9 +74,7 @@ class Engine:
             before.restore_()
             self.changed(list(where))
 
-    def records(
-        self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic = "largest"
-    ) -> list[Records]:
+    def records(self, names: Sequence[str], variants: Variants, statistic: Statistic = "largest") -> list[Records]:
         """The statistic over samples of ``|dLoss / dW|`` for each variant and weight, in float32 or float64."""
         # in one pass only weights that are tapped can differ between the parts of a batch
         tapped = all(name in self.findings.quick for variant in variants for name in variant)
@@ -95,7 +92,7 @@ class Engine:
                 self.calibration.cost.halved += 1
                 return self.records(names, variants, statistic)
 
-    def _recorded(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+    def _recorded(self, names: Sequence[str], variants: Variants, statistic: Statistic) -> list[Records]:
         quick = [name for name in names if name in self.findings.quick]
         slow = [name for name in names if name not in quick]
         records = self._batched(quick, variants, statistic) if quick else [{} for _ in variants]
@@ -104,7 +101,7 @@ class Engine:
                 record.update(more)
         return records
 
-    def _batched(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+    def _batched(self, names: Sequence[str], variants: Variants, statistic: Statistic) -> list[Records]:
         records = [{name: self._zeros(name) for name in names} for _ in variants]
         start = min(map(self.start, names))
         self._have(start)
@@ -139,7 +136,7 @@ class Engine:
         return work()
 
     def _add_chunk(
-        self, found: list[Records], start: int, chunk: Chunk, variants: Sequence[Variant], statistic: Statistic
+        self, found: list[Records], start: int, chunk: Chunk, variants: Variants, statistic: Statistic
     ) -> None:
         modules = {name: self.modules[name] for name in found[0]}
         times = len(variants)
@@ -159,7 +156,7 @@ class Engine:
                         _add(found[number][name], each, statistic, self.scale)
         self.calibration.cost.passes += chunk.size * times
 
-    def _one_by_one(self, names: Sequence[str], variants: Sequence[Variant], statistic: Statistic) -> list[Records]:
+    def _one_by_one(self, names: Sequence[str], variants: Variants, statistic: Statistic) -> list[Records]:
         records = [{name: self._zeros(name) for name in names} for _ in variants]
         parameters = [self.weights[name].parameter for name in names]
         start = min(map(self.start, names))
@@ -177,7 +174,6 @@ class Engine:
     def _alone(
         self, batch: Tree, chunk: Chunk, start: int, parameters: list[nn.Parameter], variant: Variant
     ) -> Sequence[Tensor | None]:
-        """Gradients of one sample's loss by autograd."""
         self.calibration.cost.passes += 1
         stream, running = self.stream.starting_at(start, chunk), self._running(variant, start)
         with torch.enable_grad(), stream, running, requiring_grad(parameters):
@@ -195,8 +191,6 @@ class Engine:
             yield
 
     def _have(self, start: int) -> None:
-        """Have the activations at position ``start``."""
-
         def forward(chunk: Chunk) -> None:
             if self.findings.batched:
                 self.objective.summed(self.calibration.batch(chunk), chunk.size, self.findings.form)
@@ -225,7 +219,6 @@ class Engine:
         release(self.calibration.device)
 
     def _finished(self, record: Records, statistic: Statistic) -> Records:
-        """The record on the device of its weights."""
         num = 1 if statistic == "largest" else len(self.calibration.samples)
         homes = {name: self.weights[name].parameter.device for name in record}
         return {name: (value if num == 1 else value / num).to(homes[name]) for name, value in record.items()}

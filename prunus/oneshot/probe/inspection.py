@@ -31,8 +31,6 @@ Modules = Mapping[str, Sequence[nn.Module]]
 
 @dataclass
 class Findings:
-    """What holds for a model and its samples."""
-
     batched: bool = False  # the loss of two samples in one pass is the sum of their own losses
     form: str | None = None  # formula of the model's own loss
     chained: bool = False  # a pass may start after any block
@@ -54,10 +52,7 @@ class Seen:
 
 
 def inspect(calibration: Calibration, objective: Objective, modules: Modules) -> Findings:
-    """What holds for these samples; a doubt makes the passes slower, never wrong.
-
-    Two samples are run, cut to a few tokens, and to fewer where memory runs out.
-    """
+    """What holds for these samples, by two of them, cut to a few tokens; a doubt makes passes slower, never wrong."""
     stacks = calibration.samples.stacks
     stack = next((stack for stack in stacks if stack.size > 1), stacks[0])
     two = rows(stack.tree, slice(2), stack.size) if stack.size > 1 else repeated(stack.tree, 2, 1)

@@ -34,9 +34,7 @@ class Objective:
             return
         # Hugging Face models take labels and return a loss
         if not hasattr(self.model, "config") or "labels" not in inspect.signature(self.model.forward).parameters:
-            raise ValueError(
-                f"{type(self.model).__name__} has no loss of its own; pass loss=, a function (output, target)"
-            )
+            raise ValueError(f"{type(self.model).__name__} has no loss of its own; pass loss=, of (output, target)")
 
     @torch.no_grad()
     def check(self, tree: Tree) -> None:
@@ -62,10 +60,7 @@ class Objective:
         return loss
 
     def summed(self, tree: Tree, size: int, form: str | None = None) -> Tensor:
-        """Sum of the losses of ``size`` samples, from one forward pass over all of them.
-
-        ``form`` is the formula of the model's own loss, one of FORMS.
-        """
+        """Sum of the losses of ``size`` samples from one pass; ``form``, one of FORMS, is that of the model's own."""
         if self.loss is not None:
             found, target = outputs(self.model, tree), _target(tree)
             ones = [slice(i, i + 1) for i in range(size)]
@@ -116,7 +111,6 @@ def same_token(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the mean squared error."""
     return (logits.reshape(len(labels), -1) - labels.reshape(len(labels), -1)).square().mean(1).sum()
 
 

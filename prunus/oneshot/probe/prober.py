@@ -12,7 +12,7 @@ from ...ops import bits
 from ..blocks import block_of
 from ..originals import Originals
 from .decide import Ratios, Tau, ZeroGradient, check_tau, is_allowed, ratios, smallest_ratios, taus
-from .engine import Engine
+from .engine import Engine, Records
 
 Order = Literal["reverse", "forward"]
 ProbeSchedule = Literal["joint", "sequential", "block"]
@@ -74,11 +74,7 @@ Finished = Callable[[Sequence[str], Probed], None]
 
 @dataclass(eq=False)
 class Prober:
-    """One probe of one model: the schedule over the engine's records.
-
-    ``candidates`` are packed bits of what a score would prune; ``num_prune`` is how many of each weight it would
-    prune at the sparsity itself, which only tau ``target`` reads.
-    """
+    """One probe of one model. ``candidates`` are packed bits; of each weight ``num_prune`` go at tau ``target``."""
 
     engine: Engine
     probe: Probe
@@ -99,14 +95,14 @@ class Prober:
         for i, names in enumerate(groups):
             self.engine.calibration.meter.show(f"probe of {names[0]}")
             if self.probe.schedule == "joint":
-                self._record_joint(names)
+                before, after = self._joint_records(names)
             else:
                 # of the activations, keep those that this group and the next ones start from
                 self.engine.stream.want({min(map(self.engine.start, group)) for group in groups[i:]})
-                before, after = self.engine.records(names, [{}, self._reduced(names)])
-                for name in names:
-                    where = self._where(name)
-                    self.found.ratios[name] = ratios(before[name][where], after[name][where], self.probe.zero_gradient)
+                records = self.engine.records(names, [{}, self._reduced(names)])
+                before, after = map(self._at_candidates, records)
+            zero = self.probe.zero_gradient
+            self.found.ratios |= {name: ratios(before[name], after[name], zero) for name in names}
             self._decide(names)
             finished(names, self.found)
         return self.found
@@ -116,20 +112,19 @@ class Prober:
 
     @torch.no_grad()
     def _reduced(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Copies of the weights with their candidates reduced."""
         weights = {name: self.weights[name].parameter.detach() for name in names}
         return {n: torch.where(self._where(n), weight * self.probe.reduction, weight) for n, weight in weights.items()}
 
-    def _record_joint(self, names: Sequence[str]) -> None:
-        """Records of the model and of the model with all candidates reduced."""
+    def _at_candidates(self, record: Records) -> Records:
+        return {name: values[self._where(name)] for name, values in record.items()}
+
+    def _joint_records(self, names: Sequence[str]) -> tuple[Records, Records]:
+        """Records of the model and of the model with all candidates reduced, at the candidates."""
         calibration, where = self.engine.calibration, {name: self.found.candidates[name] for name in names}
         with calibration.reading("gradients"):
-            (before,) = self.engine.records(names, [{}])
-        before = {name: record[self._where(name)] for name, record in before.items()}
+            before = self._at_candidates(*self.engine.records(names, [{}]))
         with self.engine.reduced(where, self.probe.reduction), calibration.reading("gradients with candidates reduced"):
-            (after,) = self.engine.records(names, [{}])
-        for name in names:
-            self.found.ratios[name] = ratios(before[name], after[name][self._where(name)], self.probe.zero_gradient)
+            return before, self._at_candidates(*self.engine.records(names, [{}]))
 
     def _decide(self, names: Sequence[str]) -> None:
         q = [self.found.ratios[name].q for name in names]

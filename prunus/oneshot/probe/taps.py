@@ -41,10 +41,7 @@ class Call:
 
 @dataclass
 class Taps:
-    """Taps on layers in a pass over ``num_rows`` rows: the samples, repeated once for every variant.
-
-    Each part of the batch sees the weights of its own variant.
-    """
+    """Taps on layers in a pass over ``num_rows`` rows: samples, repeated for every variant, each with its weights."""
 
     modules: Mapping[str, Sequence[nn.Module]]
     num_rows: int
@@ -175,10 +172,7 @@ def _of_call(module: nn.Module, x: Tensor, d: Tensor) -> Iterator[Tensor]:
 
 
 def _factors(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """The two (sample, token, feature) whose outer products, summed over tokens, have the layout of the weight.
-
-    Each group of a convolution counts as a sample.
-    """
+    """(sample or its group, token, feature): their outer products, summed over tokens, are laid out as the weight."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         d = d.flatten(2)  # (sample, out, place)
         by_group = (len(x) * module.groups, -1, d.shape[-1])
