@@ -235,7 +235,7 @@ class MadeArm:
     def figures(self, measure: str) -> Row:
         found = {"pass@1": self.solved, "bytes": self.bytes, "speed": self.speed}
         row = found[measure]() if measure in found else {"value": self.perplexity(measure)}
-        return row | {"zeros": zeros(self.model)["zeros"]}
+        return row | {"zeros": 0 if self.peer else zeros(self.model)["zeros"]}
 
     def perplexity(self, measure: str) -> float:
         options, path = self.options, {"python": self.options.eval_tokens, "prose": self.options.prose_tokens}[measure]
@@ -265,10 +265,13 @@ class MadeArm:
         return row | {"failures": dict(reasons.most_common())}
 
     def bytes(self) -> Row:
-        """What the model takes on disk, and on the device in the form that runs."""
+        """What the model takes on disk, and on the device in the form that runs.
+
+        Our files hold codes of sparse weights alone, so what a dense model takes in few bits is counted.
+        """
         device = device_of(self.options.device)
-        if self.peer:
-            grid, plain = FORMS[self.arm.form].grid, self.of(self.arm.base).model
+        if self.arm.form and self.arm.base == "dense":
+            plain, grid = self.of("dense").model, FORMS[self.arm.form].grid
             stored = stored_bits(plain, has_mask=False, others=grid)
             rest = sum(p.nbytes for p in plain.parameters()) - stored["kept"] * next(plain.parameters()).itemsize
             disk, model = rest + (stored["code_bits"] + stored["scale_bits"]) // 8, self.model
