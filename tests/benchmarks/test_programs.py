@@ -65,15 +65,14 @@ def refused(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main(command)
     assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
+    return capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_arms_are_made_from_folders_and_every_figure_is_in_the_record(study, records, chat_model):
     arms = ["dense", "4", "sparsegpt", "recover", "shrink"]
-    main([*study, "--run-code", "--arms", *arms])
+    main([*study, "--run-code", "--arms", *arms, "--measures", *MEASURES[:-1]])
     rows = {(row["way"], row["level"]): row for row in records()}
-    assert set(rows) == {(arm, measure) for arm in arms for measure in MEASURES}
+    assert set(rows) == {(arm, measure) for arm in arms for measure in MEASURES[:-1]}
     assert {row["steps"] for (arm, _), row in rows.items() if arm != "recover"} == {0}
     assert rows["recover", "bytes"]["steps"] == 2 and rows["dense", "python"]["value"] > 1
     zeros = {arm: rows[arm, "bytes"]["zeros"] for arm in arms}
@@ -81,11 +80,8 @@ def test_arms_are_made_from_folders_and_every_figure_is_in_the_record(study, rec
     sizes = {arm: rows[arm, "bytes"]["value"] for arm in arms}
     assert max(sizes, key=sizes.get) == "dense"
     assert sizes["dense"] == (chat_model / "work" / "dense_seed0" / "sparse.safetensors").stat().st_size
-    solved = rows["dense", "pass@1"]
-    assert (
-        len(solved["answers"]) == 2 and solved["solved"] + sum(solved["failures"].values()) == solved["problems"] == 2
-    )
-    assert set(rows["dense", "speed"]["tokens_s"]) == {f"{way} {n}" for way in ("generate", "decoder") for n in (1, 8)}
+    first = rows["dense", "pass@1"]
+    assert len(first["answers"]) == 2 and first["solved"] + sum(first["failures"].values()) == first["problems"] == 2
     assert len({rows[arm, "python"]["value"] for arm in arms}) == len(arms)
 
 
@@ -97,18 +93,8 @@ def test_all_arms(study, records, capsys):
 
 
 def test_a_killed_study_asks_and_makes_nothing_twice(study, records, chat_model, answered, monkeypatch, capsys):
-    command = [
-        *study,
-        "--run-code",
-        "--arms",
-        "dense",
-        "recover",
-        "--measures",
-        "pass@1",
-        "bytes",
-        "--answer-batch",
-        "1",
-    ]
+    measures = ["--measures", "pass@1", "bytes", "--answer-batch", "1"]
+    command = [*study, "--run-code", "--arms", "dense", "recover", *measures]
     add, num = answering.Answers.add, 0
 
     def killed(self, *answer):
@@ -177,7 +163,8 @@ def write_programs(write_record, values, name, **settings):
 
 def lines_of(folder):
     table = programs_figures.parts(folder)["table"]
-    return {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table.splitlines() if " | " in line}
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.count(" | ") > 2]
+    return {arm: cells for arm, *cells in lines}
 
 
 def test_the_table_says_what_was_not_measured(tmp_path):
@@ -219,20 +206,18 @@ def test_sparsegpt_is_exact_and_between_magnitude_and_repair():
     }
     for name, way in ways.items():
         result = way()
-        assert [int((layer.weight == 0).sum()) for layer in (model[0], model[2])] == [
-            round(0.6 * 24 * n) for n in (160, 7)
-        ]
+        assert all(
+            int((layer.weight == 0).sum()) == round(0.6 * layer.weight.numel()) for layer in (model[0], model[2])
+        )
         with torch.no_grad():
             errors[name] = float((model[0](x) - dense).square().sum())
         result.undo_()
-    assert errors["repair"] < errors["sparsegpt"] < 0.6 * errors["magnitude"]
+    assert errors["repair"] < errors["sparsegpt"] < errors["magnitude"]
 
 
 # The text
 
-DOCSTRING = (
-    "Return how many of the given birds are larger than every bird before them in the row, counted from the left."
-)
+DOCSTRING = "Return how many of the given birds are larger than every bird before them in the row, from left to right."
 SOLUTION = """    best, num = None, 0
     for bird in birds:
         if best is None or bird > best:
@@ -285,10 +270,7 @@ def sources(tmp_path):
     folder = tmp_path / "sources"
     files = {"held/__init__.py": "held = 'back'\n" * 9, "other/copy.py": "held =  'back'\n" * 9}
     files |= {f"other/{i}.py": f"value_{i} = {i}\n" * 20 for i in range(60)} | {"alone.py": "alone = True\n"}
-    files |= {
-        "other/solved.py": f"import os\n\n\n{PROMPT.replace('count_birds', 'mine')}{SOLUTION}",
-        "other/empty.py": "",
-    }
+    files |= {"other/solved.py": f"import os\n{PROMPT.replace('count_birds', 'mine')}{SOLUTION}", "other/empty.py": ""}
     files |= {"site-packages/third.py": "third = 3\n", "other/notes.txt": "text\n"}
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -304,7 +286,7 @@ def text(chat_model, problems, sources):
     (chat_model / "prose.txt").write_text("It was a dark night.\n" * 20)
     files = {"model": "model", "out": "text", "problems": problems.name, "prose": "prose.txt", "sources": "sources"}
     options = [part for name, file in files.items() for part in (f"--{name}", str(chat_model / file))]
-    return ["programs-text", *options, "--held-back", "held", "--tokens", "9000", "--batch", "3", "--most", "40"]
+    return ["programs-text", *options, "--held-back", "held", "--tokens", "20000", "--batch", "3", "--most", "40"]
 
 
 def decoded(path):
@@ -315,7 +297,7 @@ def decoded(path):
 
 
 def test_text_has_no_problem_no_copy_and_nothing_that_is_held_back(text, chat_model):
-    main([*text, "--written", "0.1"])
+    main([*text, "--written", "0.05"])
     about = json.loads((chat_model / "text" / "text.json").read_text())
     assert about["dropped"] == {
         "documents with a part of a problem": 1, "copies": 1, "empty files": 1, "files that are not UTF-8": 1,
@@ -329,18 +311,18 @@ def test_text_has_no_problem_no_copy_and_nothing_that_is_held_back(text, chat_mo
     assert decoded(chat_model / "text" / "python.u32") == ["held = 'back'\n" * 9]
     assert "dark night" in decoded(chat_model / "text" / "prose.u32")[0]
     written = [json.loads(line) for line in (chat_model / "text" / "written.jsonl").read_text().splitlines()]
-    assert about["written_tokens"] >= 900 and len({row["asked"] for row in written}) == len(written)
+    assert about["written_tokens"] >= 1000 and len({row["asked"] for row in written}) == len(written)
     assert sum(one.startswith(("Write", "Explain")) for one in documents) == len(written)
 
 
 def test_a_killed_writer_goes_on_with_the_same_text(text, chat_model, monkeypatch):
-    main(text)
+    main([*text, "--written", "0.03"])
     whole = {path.name: path.read_bytes() for path in (chat_model / "text").iterdir() if path.is_file()}
     kept = whole["written.jsonl"].splitlines(keepends=True)
     (chat_model / "text" / "written.jsonl").write_bytes(b"".join(kept[:3]) + kept[3][:20])
     write, firsts = programs_text.written_by, []
     monkeypatch.setattr(programs_text, "written_by", lambda *args: firsts.append(args[-1]) or write(*args))
-    main(text)
+    main([*text, "--written", "0.03"])
     assert firsts[0] == 3 and {name: (chat_model / "text" / name).read_bytes() for name in whole} == whole
 
 
