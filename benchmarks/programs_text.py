@@ -111,9 +111,8 @@ class ProgramsText:
         path, wanted = self.out / "written.jsonl", self.tokens * self.written
         rows = list(whole_rows(path))
         if sum(len(row["ids"]) for row in rows) < wanted:
-            model = load_any_model(self.model, "auto", self.gguf_file).to(device_of(self.device))
-            if model.device.type == "cuda":
-                model = model.bfloat16()
+            dtype = "auto" if self.device == "cpu" else "bfloat16"
+            model = load_any_model(self.model, dtype, self.gguf_file).to(device_of(self.device))
             with path.open("a") as file:
                 while (num := sum(len(row["ids"]) for row in rows)) < wanted:
                     print(f"written: {num:,} of {wanted:,.0f} tokens", flush=True)

@@ -18,7 +18,15 @@ from ..oneshot.progress import progress_line
 from ..ops.machine import device_of
 from ..ops.wide_products import wide_products
 from ..sparse import Decoder
-from ..trained.data import TokenFile, check_vocabulary, is_causal, spread, text_config, tokenizer_of
+from ..trained.data import (
+    TokenFile,
+    check_vocabulary,
+    folder_and_file,
+    is_causal,
+    spread,
+    text_config,
+    tokenizer_of,
+)
 from ..trained.problems import ASK, Problem, chat_prompt, read_problems, wilson
 from ..trained.run_code import CONFINEMENT, check_confinement, run_programs
 from .console import print
@@ -36,7 +44,7 @@ def solve(command: Any) -> str:
         )
     problems = read_problems(command.problems)
     problems = [problems[place] for place in spread(len(problems), command.samples)]
-    if command.path.suffix != ".gguf" or not command.path.is_file():
+    if folder_and_file(command.path)[1] is None:
         check_folder(command.path)
     answers = Answers(command.answers, lambda: settings_of(command.path, command.problems, command.max_new_tokens))
     if left := [problem for problem in problems if problem.task_id not in answers.passed]:
@@ -109,9 +117,7 @@ def _digest(model: Path) -> str:
 
 def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
     """Answer problems with the model of a folder or a GGUF file."""
-    folder, file = command.path, None
-    if folder.suffix == ".gguf":
-        folder, file = folder.parent, folder.name
+    folder, file = folder_and_file(command.path)
     tokenizer = chat_tokenizer(folder, file)
     prompts = [chat_prompt(tokenizer, problem) for problem in problems]
     model = load_any_model(folder, "auto", file).to(device_of(device_named(command.device)))
