@@ -44,6 +44,21 @@ def test_a_gguf_file_is_pruned_by_text_and_its_tokenizer_is_written(tmp_path, pr
     assert not (tmp_path / "out" / "unrelated.json").exists()
 
 
+def test_a_file_is_parsed_once_for_the_model(tmp_path, monkeypatch):
+    import gguf
+
+    write_gguf(tmp_path / "model.gguf")
+    parsed, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or reader(path))
+    mine = gguf.GGUFReader
+    huggingface.load_any_model(tmp_path, gguf_file="model.gguf")
+    assert len(parsed) == 1 and gguf.GGUFReader is mine
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
+    with pytest.raises(ValueError, match=r"model.gguf cannot be read"):
+        huggingface.load_any_model(tmp_path, gguf_file="model.gguf")
+    assert gguf.GGUFReader is mine
+
+
 def test_the_dense_model_is_evaluated_from_its_gguf_file(tmp_path, capsys):
     write_gguf(tmp_path / "model.gguf")
     (tmp_path / "text.txt").write_text("abcdefghijkl cabbed " * 60)
