@@ -25,6 +25,14 @@ COMMANDS = {  # module and class, what the command does
     "shrink-time": ("costs:ShrinkTime", "shrinking: time and memory on a random model of Llama-2-7B's shape"),
     "shrink-speed": ("decode:ShrunkSpeed", "text from a shrunk model of 1 B weights beside the dense one"),
     "bits-study": ("bits_study:BitsQuality", "quality over bits a weight: dense, sparse and smaller models, quantised"),
+    "programs-text": (
+        "programs_text:ProgramsText",
+        "text for programs-study: Python source, and answers of the model",
+    ),
+    "programs-study": (
+        "programs_study:ProgramsStudy",
+        "a model that writes programs, made smaller: HumanEval, perplexity, bytes and speed",
+    ),
     "experts": ("small_models:Experts", "quality without some of the experts, of small models that are trained for it"),
     "large": ("large:Large", "folders pruned block by block: memory and time beside models that are loaded whole"),
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),

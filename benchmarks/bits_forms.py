@@ -51,7 +51,7 @@ FORMS: dict[str, Form] = {
     **{f"{bits}-together": Form(bits, rounding=f"{OURS}, while pruning", together=True) for bits in (8, 4, 3)},
     "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
     "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
-    "4-torchao": Form(4, rounding="nearest of torchao", peer="torchao"),
+    **{f"{bits}-torchao": Form(bits, rounding="nearest of torchao", peer="torchao") for bits in (8, 4)},
 }
 
 
@@ -62,7 +62,7 @@ def quantised(
     """The model in a form, or a copy by another package, and the seconds that it took; afterwards it is as before."""
     device = next(model.parameters()).device
     if form.peer:
-        seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), batches), device)
+        seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), batches, form), device)
         yield theirs, seconds
         return
     read = [] if form.rounding.startswith(NEAREST) else batches
@@ -127,17 +127,17 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
 # Other packages
 
 
-def _by_llmcompressor(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
+def _by_llmcompressor(model: nn.Module, batches: Sequence[Any], form: Form) -> nn.Module:
     their_oneshot(model, batches[0], "GPTQModifier", scheme="W4A16")
     return model
 
 
-def _by_torchao(model: nn.Module, batches: Sequence[Any]) -> nn.Module:
+def _by_torchao(model: nn.Module, batches: Sequence[Any], form: Form) -> nn.Module:
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 
     blocks = {id(weight.module) for weight in eligible(model).weights}
-    int4 = torch.int4  # pyrefly: ignore[missing-attribute]
-    config = IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(128))
+    kind = getattr(torch, f"int{form.bits}")
+    config = IntxWeightOnlyConfig(weight_dtype=kind, granularity=PerGroup(form.group))
     quantize_(model, config, filter_fn=lambda module, name: id(module) in blocks)
     return model
 

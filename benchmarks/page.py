@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from . import bits_figures, distributed, recover_figures, repair_figures, shrink_figures, small_models, summary
+from . import (
+    bits_figures,
+    distributed,
+    programs_figures,
+    recover_figures,
+    repair_figures,
+    shrink_figures,
+    small_models,
+    summary,
+)
 from .benchmark import filled, newest_records
 
 MODULES = "decode divergence export large matvec prune recover_step select small_models step wanda"
@@ -42,6 +51,7 @@ class Page:
             evidence / "recover.md": recover_figures.parts(self.results),
             evidence / "shrink.md": shrink_figures.parts(self.results, self.studies),
             evidence / "bits.md": bits,
+            evidence / "programs.md": programs_figures.parts(self.results),
             evidence / "README.md": summary.parts(self.results, self.studies, self.probe, evidence),
         }
         pages = {path: filled(path.read_text(), parts) for path, parts in parts.items()}

@@ -24,6 +24,7 @@ from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
 from .clocks import timed
+from .sparsegpt import sparsegpt
 from .study import Learning, SeedCase, Study, share_of
 from .wanda import their_oneshot
 
@@ -47,6 +48,7 @@ class PruneWay:
 WAYS: dict[str, PruneWay] = {
     "magnitude": PruneWay("magnitude by layer", "magnitude", repair=None),
     "wanda": PruneWay("WANDA by row", "wanda", PerRow(), None),
+    "sparsegpt": PruneWay("SparseGPT, our implementation", at_2_4=False),
     "llmc-wanda": PruneWay("WANDA of llm-compressor", theirs="WandaPruningModifier"),
     "llmc-sparsegpt": PruneWay("SparseGPT of llm-compressor", theirs="SparseGPTModifier"),
     "wanda-repaired": PruneWay("WANDA's mask, repaired", "wanda", PerRow()),
@@ -125,6 +127,8 @@ def changed(trained: TrainedModel, name: str, level: str, bits: int | None = Non
     share = float(share_of(level))
     if name == "shrink":
         return shrink(trained.model, trained.batches, size=1 - share, tune=True, progress=False)
+    if name == "sparsegpt":
+        return sparsegpt(trained.model, trained.batches, share)
     way = WAYS[name]
     if way.theirs:
         return by_llm_compressor(trained, way.theirs, level)

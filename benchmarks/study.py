@@ -96,10 +96,10 @@ class Study(ABC):
             for (start, level), runs in {("dense", ""): [], **self.runs()}.items():
                 left = [run for run in runs if run not in done]
                 for row in self.rows(case, start, level, left) if left or (start, level, 0) not in done else ():
-                    if (row["way"], level, row["steps"]) not in done:
+                    if (row["way"], row["level"], row["steps"]) not in done:
                         file.add([{"seed": seed} | row])
                         about = f"{row['value']:.5g}, {self.count(row)}, {row['seconds']:.1f} s"
-                        print(f"seed {seed}, {row['way']} {level}, {row['steps']} steps: {about}", flush=True)
+                        print(f"seed {seed}, {row['way']} {row['level']}, {row['steps']} steps: {about}", flush=True)
         print(f"{file.path}: complete")
 
     @abstractmethod

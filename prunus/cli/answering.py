@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from ..oneshot.progress import progress_line
 from ..ops.machine import device_of
 from ..ops.wide_products import wide_products
 from ..sparse import Decoder
-from ..trained.data import TokenFile, check_vocabulary, is_causal, spread, text_config, tokenizer_of
+from ..trained.data import (
+    TokenFile,
+    check_vocabulary,
+    folder_and_file,
+    is_causal,
+    spread,
+    text_config,
+    tokenizer_of,
+)
 from ..trained.problems import ASK, Problem, chat_prompt, read_problems, wilson
 from ..trained.run_code import CONFINEMENT, check_confinement, run_programs
 from .console import print
@@ -34,9 +43,9 @@ def solve(command: Any) -> str:
         )
     problems = read_problems(command.problems)
     problems = [problems[place] for place in spread(len(problems), command.samples)]
-    if command.path.suffix != ".gguf" or not command.path.is_file():
+    if folder_and_file(command.path)[1] is None:
         check_folder(command.path)
-    answers = Answers(command.answers, command)
+    answers = Answers(command.answers, lambda: settings_of(command.path, command.problems, command.max_new_tokens))
     if left := [problem for problem in problems if problem.task_id not in answers.passed]:
         if note := check_confinement():
             print(note)
@@ -50,19 +59,14 @@ def solve(command: Any) -> str:
 class Answers:
     """Whether each finished problem has passed, and the file that keeps it: settings, then a line for each problem."""
 
-    def __init__(self, path: Path | None, command: Any) -> None:
+    def __init__(self, path: Path | None, settings: Callable[[], dict[str, Any]]) -> None:
         self.path, self.passed = path, dict[str, bool]()
         if path is None:
             return
         check_regular(path)
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK) or path.is_dir():
             raise ValueError(f"{path} cannot be written; --answers takes a .jsonl file in a folder that is there")
-        self.settings = {
-            "model": _digest(command.path),
-            "problems": hashlib.sha256(command.problems.read_bytes()).hexdigest(),
-            "max_new_tokens": command.max_new_tokens,
-            "prompt": ASK,
-        }
+        self.settings = settings()
         if path.exists():
             self._read(path)
 
@@ -93,6 +97,12 @@ class Answers:
             file.write("".join(to_json(each) + "\n" for each in (*first, row)).encode())
 
 
+def settings_of(model: Path, problems: Path, most: int) -> dict[str, Any]:
+    """What an answer and its verdict depend on."""
+    asked = {"problems": hashlib.sha256(problems.read_bytes()).hexdigest(), "max_new_tokens": most, "prompt": ASK}
+    return {"model": _digest(model), **asked}
+
+
 def _digest(model: Path) -> str:
     """The same for the same model in another place."""
     files = sorted(file for file in model.iterdir() if file.suffix in OF_MODEL) if model.is_dir() else [model]
@@ -105,29 +115,39 @@ def _digest(model: Path) -> str:
 
 
 def _answer(command: Any, problems: list[Problem], answers: Answers) -> None:
-    folder, file = command.path, None
-    if folder.suffix == ".gguf":
-        folder, file = folder.parent, folder.name
+    folder, file = folder_and_file(command.path)
+    tokenizer = chat_tokenizer(folder, file)
+    prompts = [chat_prompt(tokenizer, problem) for problem in problems]
+    model = load_any_model(folder, "auto", file).to(device_of(device_named(command.device)))
+    check_vocabulary(TokenFile(command.problems, np.concatenate(prompts)), model)
+    chat = Chat(model, tokenizer, command.max_new_tokens)
+    ask(chat, list(zip(problems, prompts, strict=True)), answers, command.batch)
+
+
+def chat_tokenizer(folder: Path, file: str | None) -> Any:
+    """The tokenizer of a model that can be asked."""
     tokenizer = tokenizer_of(folder, file)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "no tokenizer that transformers can read" if tokenizer is None else "a tokenizer without chat template"
-        raise ValueError(f"{command.path} has {lacks}, so it cannot be asked; --problems needs an instruct model")
-    prompts = [chat_prompt(tokenizer, problem) for problem in problems]
-    device = device_of(device_named(command.device))
-    model = load_any_model(folder, "auto", file).to(device)
-    check_vocabulary(TokenFile(command.problems, np.concatenate(prompts)), model)
-    chat, length = Chat(model, tokenizer, command.max_new_tokens), max(map(len, prompts))
+        where = folder / file if file else folder
+        raise ValueError(f"{where} has {lacks}, so it cannot be asked; --problems needs an instruct model")
+    return tokenizer
+
+
+def ask(chat: "Chat", asked: Sequence[tuple[Problem, list[int]]], answers: Answers, size: int) -> None:
+    """Answer problems with a model in memory, ``size`` at a time, and run the programs of each batch."""
+    length = max((len(prompt) for _, prompt in asked), default=0)
     if length >= chat.longest:
-        raise ValueError(f"a prompt has {length} tokens, but {command.path} reads {chat.longest} with the answer")
+        raise ValueError(f"a prompt has {length} tokens, but the model reads {chat.longest} with the answer")
     with progress_line(None, "solve") as show:
-        for first in range(0, len(problems), command.batch):
-            batch = problems[first : first + command.batch]
-            texts = chat(prompts[first : first + command.batch])
-            programs = [problem.program(text) for problem, text in zip(batch, texts, strict=True)]
-            for problem, text, why in zip(batch, texts, run_programs(programs), strict=True):
+        for first in range(0, len(asked), size):
+            batch = asked[first : first + size]
+            texts = chat([prompt for _, prompt in batch])
+            programs = [problem.program(text) for (problem, _), text in zip(batch, texts, strict=True)]
+            for (problem, _), text, why in zip(batch, texts, run_programs(programs), strict=True):
                 answers.add(problem, text, why)
             if show is not None:
-                show(first + len(batch), len(problems), f"{sum(answers.passed.values())} problems solved")
+                show(first + len(batch), len(asked), f"{sum(answers.passed.values())} problems solved")
 
 
 class Chat:

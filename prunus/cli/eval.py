@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Command:
     """Measure quality and sparsity on held-out data, or how many programming problems a model solves.
 
-    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, or a Hugging Face folder. For
-    programming problems it may be a .gguf file. The command writes nothing but the file of --answers.
+    PATH is a checkpoint of prunus train, a folder from prunus export or prunus prune, a Hugging Face folder, or a
+    .gguf file. The command writes nothing but the file of --answers.
     """
 
     path: tyro.conf.Positional[Path]  # checkpoint.pt, sharded checkpoint, run folder, or model folder
@@ -61,6 +61,7 @@ def run(command: Command) -> None:
     for flag in given(command, *OF_PROBLEMS):
         raise ValueError(f"{flag} is for programming problems; give them with --problems, or leave it off")
     from ..lab.checkpoint import checkpoint_of
+    from ..trained.data import folder_and_file
 
     if not command.path.exists():
         raise ValueError(
@@ -69,7 +70,8 @@ def run(command: Command) -> None:
     if command.path.suffix == ".safetensors":
         raise ValueError(f"{command.path} is a file of weights; give its folder, which has config.json too")
     found = checkpoint_of(command.path)
-    if not found.exists() and (command.path / "config.json").is_file():
+    is_gguf = folder_and_file(command.path)[1] is not None
+    if is_gguf or (not found.exists() and (command.path / "config.json").is_file()):
         for flag in given(command, "data", "validation"):
             kind = f"is for runs of prunus train, but {command.path} is a Hugging Face model"
             raise ValueError(f"{flag} {kind}: give --tokens, --text or --batches")
@@ -150,7 +152,6 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     from ..lab.recipe import device_named
     from ..oneshot.by_block import LIMITS
     from ..oneshot.disk_offload import disk_offload_of
-    from ..oneshot.model_folder import opened_folder
     from ..sparsity_report import report
     from ..trained.data import check_batches, is_causal, read_batches
     from ..trained.quality import held_out_rows, metric_of, token_quality
@@ -164,7 +165,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     memory = None if command.memory is None else size_in_bytes(command.memory)
     arrays = None if command.batches is None else read_batches(command.batches)
     device = device_named(command.device)
-    model = opened_folder(command.path, device)
+    model = _opened(command.path, device)
     if memory is not None:
         LIMITS[model] = memory, None
     if command.batches is not None and arrays is not None:
@@ -177,17 +178,27 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
         return token_quality(model, samples).in_words(of_text=True), found, held_out
     if "labels" not in samples and command.dense is None and not is_causal(model):
         raise ValueError("without labels, outputs are compared with the dense model's; give its folder as --dense")
-    metric, measure = metric_of(model if command.dense is None else opened_folder(command.dense, device), samples)
+    metric, measure = metric_of(model if command.dense is None else _opened(command.dense, device), samples)
     return f"{metric} {measure(model):.4f}", found, held_out
 
 
+def _opened(path: Path, device: str) -> Any:
+    from ..export.huggingface import load_any_model
+    from ..oneshot.model_folder import opened_folder
+    from ..trained.data import folder_and_file
+
+    folder, file = folder_and_file(path)
+    return load_any_model(folder, "auto", file).to(device) if file else opened_folder(folder, device)
+
+
 def _windows(command: Command, model: Any) -> "HeldOut":
-    from ..trained.data import check_vocabulary, longest_window, read_token_file, start_tokens
+    from ..trained.data import check_vocabulary, folder_and_file, longest_window, read_token_file, start_tokens
     from ..trained.quality import held_out_windows
 
     path = command.text or command.tokens
     assert path is not None
-    file = read_token_file(path, command.path, command.token_type, is_text=command.text is not None)
+    folder, gguf_file = folder_and_file(command.path)
+    file = read_token_file(path, folder, command.token_type, gguf_file, is_text=command.text is not None)
     print(*file.notes)
     check_vocabulary(file, model)
     start = start_tokens(command.start_token, [file], model)

@@ -135,12 +135,10 @@ def _arguments(command: Command) -> Any:
 def _loaded(command: Command, args: Any) -> "tuple[TrainedModel, nn.Module]":
     """Student with its data, and teacher; both read text by the same tokenizer."""
     from ..export.huggingface import load_any_model
-    from ..trained.data import TokenCache, tokenizer_of
+    from ..trained.data import TokenCache, folder_and_file, tokenizer_of
     from ..trained.model import ModelSource, load_trained
 
-    folder, file = command.teacher, None
-    if folder.suffix == ".gguf":
-        folder, file = folder.parent, folder.name
+    folder, file = folder_and_file(command.teacher)
     if command.text is not None:
         own, other = tokenizer_of(command.model), tokenizer_of(folder, file)
         if own is not None and other is not None and own.get_vocab() != other.get_vocab():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
-from ..files.gguf_header import check_gguf
+from ..files.gguf_header import check_gguf, parsed_once
 from ..files.json_file import read_json
 from ..files.one_line import in_one_line
 from ..files.reader import SMALL, Tensors, open_tensors
@@ -154,13 +154,15 @@ def check_loads(source: Path, folder: Path) -> str:
 
 
 def load_any_model(folder: Path, dtype: str = "auto", gguf_file: str | None = None) -> Any:
-    if not gguf_file:
-        with open_tensors(folder) as tensors:
-            is_small = tensors.is_small
-        if is_small:
-            model = load_model(folder)
-            return model if dtype == "auto" else model.to(getattr(torch, dtype))
-    return load_plain_model(folder, dtype, gguf_file)
+    if gguf_file:
+        with parsed_once():
+            return load_plain_model(folder, dtype, gguf_file)
+    with open_tensors(folder) as tensors:
+        is_small = tensors.is_small
+    if is_small:
+        model = load_model(folder)
+        return model if dtype == "auto" else model.to(getattr(torch, dtype))
+    return load_plain_model(folder, dtype)
 
 
 def read_config(folder: Path, tensors: Tensors | None = None, gguf_file: str | None = None) -> Any:

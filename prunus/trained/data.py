@@ -82,6 +82,11 @@ def start_of(tokenizer: Any) -> list[int]:
     return whole[: len(whole) - len(bare)][:1] if bare and whole[0] != bare[0] else []
 
 
+def folder_and_file(path: Path) -> tuple[Path, str | None]:
+    """The folder of a model, and the GGUF file in it if the path is one."""
+    return (path.parent, path.name) if path.suffix == ".gguf" and path.is_file() else (path, None)
+
+
 def tokenizer_of(folder: Path, gguf_file: str | None = None) -> Any | None:
     try:
         from transformers import AutoTokenizer

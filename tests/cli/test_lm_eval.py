@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from causal_models import causal_model
-from test_eval_problems import chat_tokenizer, save
+from chat_models import chat_tokenizer, save
 
 from prunus.cli import main
 
