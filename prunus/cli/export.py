@@ -192,6 +192,8 @@ def _show(command: Command, done: "Exported", *loaded: str) -> None:
             f"{negative:,} elements are -0.0 and are stored as values, since every bit is kept; "
             "weight * mask makes them: set weight[weight == 0] = 0 before the export for a smaller file"
         )
+    if command.form == "sparse" and done.bytes_after >= done.bytes_before:
+        print(f"The small form saves nothing here: too few elements of {command.source} are zero; prune it first.")
     checked = "" if done.check_seconds is None else f", every bit read back and compared in {done.check_seconds:.2f} s"
     print(
         f"{command.out}: {done.bytes_before:,} bytes became {done.bytes_after:,} in {len(done.saved.files)} file"

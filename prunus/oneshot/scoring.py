@@ -37,11 +37,13 @@ def _row(score: ScoreLike) -> Score | None:
     """The row of a score that ``prune`` supports; None for the two that are computed from gradients here."""
     if score in ("fisher", "path"):
         return None
+    takes = "magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
+    if not callable(score) and score not in SCORES:
+        raise ValueError(f"score must be {takes}, got {score!r}")
     row = score_of(score, {})
     if missing := [name for name in row.reads if name not in READABLE] + [n for n in row.settings if n != "name"]:
         problem = f"{score} reads {missing[0]}, which a trained model without its optimizer does not have"
-        advice = "take magnitude, wanda, fisher, path or random, or a function of weight, input_norm or position"
-        raise ValueError(f"{problem}; {advice}")
+        raise ValueError(f"{problem}; take {takes}")
     return row
 
 

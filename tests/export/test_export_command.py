@@ -54,6 +54,15 @@ def test_a_tied_model_from_memory_becomes_a_plain_folder_that_transformers_loads
     assert_same_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), model)
 
 
+@pytest.mark.parametrize("num_zeros", [0, 40, 64 * 32])
+def test_a_model_that_is_not_pruned_is_said_to_gain_nothing(num_zeros, tmp_path, capsys):
+    weight = torch.rand(64, 64) + 1
+    weight.view(-1)[:num_zeros] = 0
+    save_file({"weight": weight}, tmp_path / "plain.safetensors")
+    main(["export", str(tmp_path / "plain.safetensors"), "--out", str(tmp_path / "small.safetensors")])
+    assert ("saves nothing" in capsys.readouterr().out) == (num_zeros < 64 * 32)
+
+
 def test_the_command_converts_single_files_and_counts_zeros_with_a_sign(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.chdir(tmp_path)

@@ -115,7 +115,7 @@ CASES = {
     "2:4 of another sparsity": ("llama", [IDS], {"sparsity": 0.3, "select": NofM(2, 4)},
                                 "2:4 is a sparsity of 0.5, but 0.3 .*give prune.. sparsity=0.5,"),
     "a score of training": ("mlp", [X], {"score": "bitter7"}, "reads exp_avg_sq, .*optimizer"),
-    "an unknown score": ("mlp", [X], {"score": "wandas"}, "wandas"),
+    "an unknown score": ("mlp", [X], {"score": "wandas"}, "must be magnitude, wanda, fisher.* got .wandas."),
     "no moments": ("llama", [IDS], {"select": PerLayer("moments")}, "reads Adam's second moments"),
     "a repair that is none": ("mlp", [X], {"repair": True}, "repair must be Repair"),
     "an unknown pattern": ("mlp", [X], {"exclude": "nowhere"}, "nowhere"),
