@@ -50,7 +50,7 @@ FORMS: dict[str, Form] = {
     "4-32-nearest": Form(4, 32, f"{NEAREST}, groups of 32"),
     **{f"{bits}-together": Form(bits, rounding=f"{OURS}, while pruning", together=True) for bits in (8, 4, 3)},
     "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
-    "4-llmcompressor": Form(4, rounding="GPTQ of llm-compressor", peer="llmcompressor"),
+    "4-llmcompressor": Form(4, 32, "GPTQ of llm-compressor, groups of 32", peer="llmcompressor"),
     **{f"{bits}-torchao": Form(bits, rounding="nearest of torchao", peer="torchao") for bits in (8, 4)},
 }
 
@@ -128,7 +128,10 @@ def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mas
 
 
 def _by_llmcompressor(model: nn.Module, batches: Sequence[Any], form: Form) -> nn.Module:
-    their_oneshot(model, batches[0], "GPTQModifier", scheme="W4A16")
+    # groups of 32 columns: it refuses rows that no group divides, and few models have a multiple of 128
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+    their_oneshot(model, batches[0], "GPTQModifier", **groups)
     return model
 
 

@@ -27,7 +27,7 @@ from prunus.ops.machine import device_of
 from prunus.sparse.load import load_packed
 from prunus.trained.data import read_token_file, spread
 from prunus.trained.problems import chat_prompt, read_problems
-from prunus.trained.quality import held_out_windows, token_quality
+from prunus.trained.quality import held_out_windows, metric_of
 from prunus.trained.run_code import CONFINEMENT, check_confinement
 
 from .benchmark import Row
@@ -241,9 +241,8 @@ class MadeArm:
         options, path = self.options, {"python": self.options.eval_tokens, "prose": self.options.prose_tokens}[measure]
         assert path is not None
         file = read_token_file(path, self.folder)
-        return token_quality(
-            self.model, held_out_windows(file, self.model, options.length, options.eval_windows, ()).samples
-        ).perplexity
+        held_out = held_out_windows(file, self.model, options.length, options.eval_windows, ())
+        return metric_of(self.model, held_out.samples)[1](self.model)
 
     def solved(self) -> Row:
         """The share of problems that it solves, why the others failed, and some answers to look at."""

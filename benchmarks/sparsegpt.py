@@ -6,7 +6,7 @@ chosen for 128 columns at a time, by ``w^2 / [H^-1]^2`` over all rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ DAMPING = 0.01  # of the mean of the Gram matrix's diagonal
 @dataclass(frozen=True)
 class SparseGPT:
     sparsity: float
-    targets: ClassVar[Literal["own"]] = "own"
+
+    @property
+    def targets(self) -> Literal["own"]:
+        return "own"
 
     def __call__(self, layers: Layers) -> dict[str, Change]:
         (moments,) = layers.moments

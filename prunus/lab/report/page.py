@@ -73,9 +73,13 @@ def _template(has_charts: bool) -> "tuple[Template, dict[str, Any]]":
     policy = f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    # no line break between a number and its unit
-    environment.filters["together"] = lambda text: text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
+    environment.filters["together"] = _together
     return environment.from_string(html), {"style": style, "scripts": scripts, "policy": policy}
+
+
+def _together(text: str) -> str:
+    """No line break between a number and its unit."""
+    return text.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
 
 
 def _inline(script: str) -> str:
