@@ -42,7 +42,7 @@ def joined(group: RankGroup, arguments: Mapping[str, Any]) -> Ranks | None:
         return None
     ranks = Ranks([members], [members])
     known = {name: _digest(value) for name, value in arguments.items() if name not in OWN}
-    check_same(ranks, known | {"state": str(arguments["state"] is None)})
+    check_same(ranks, known | {name: str(arguments.get(name) is None) for name in ("state", "out")})
     return ranks
 
 

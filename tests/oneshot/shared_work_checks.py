@@ -165,6 +165,12 @@ def refusals(rank):
         "a folder that a rank lacks": said(
             lambda: prune("nowhere" if rank else "model", batches, out="out", group=True)
         ),
+        "a folder with other weights": said(
+            lambda: prune("other" if rank else "model", batches, out=f"out_{rank}", group=True)
+        ),
+        "a folder and a model": said(
+            lambda: prune("model" if rank else model, batches, out="out" if rank else None, group=True)
+        ),
         "a folder in few bits without a repair": said(
             lambda: prune("model", batches, score="wanda", repair=None, bits=4, out="out", group=True)
         ),
@@ -199,7 +205,11 @@ def rank_of(rank, world, out, cases):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.chdir(sys.argv[1])
-    llama()[0].save_pretrained("model")
+    model = llama()[0]
+    model.save_pretrained("model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[2, 3] += 1
+    model.save_pretrained("other")
     world, cases = int(sys.argv[2]), QUICK if sys.argv[3] == "quick" else SLOW
     Path("alone.json").write_text(json.dumps({name: figures(name) for name in {"solver": (), **cases}}))
     mp.start_processes(rank_of, (world, sys.argv[1], list(cases)), world, start_method="fork")

@@ -24,6 +24,8 @@ REFUSALS = {
     "batches that fail on a rank": "the disk is gone (rank 1)",
     "tuning": "a probe and tuning run only in one process",
     "a folder that a rank lacks": "nowhere is not a Hugging Face model folder: it has no config.json (rank 1)",
+    "a folder with other weights": "rank 1 and rank 0 have different weights",
+    "a folder and a model": "rank 1 and rank 0 have different out",
     "a folder in few bits without a repair": "ranks can quantise a model on disk only with a repair",
     "no group": "group must be a process group that this rank belongs to, or True for all ranks, got 'gloo'",
 }
