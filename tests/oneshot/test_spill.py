@@ -1,15 +1,21 @@
 """Activations beyond a limit of memory go to a file and have the same bits there; the file ends with the process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from families import build, tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from probe_models import cnn, llama, mlp
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -20,7 +26,7 @@ from prunus.oneshot.by_block import LIMITS, by_block
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.forward import outputs
 from prunus.oneshot.samples import Chunk, copied_rows, room_for, rows, write_rows
-from prunus.oneshot.spill import FileRows, Spill
+from prunus.oneshot.spill import FileRows, Room, Spill, _File
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 
@@ -100,6 +106,38 @@ def test_space_that_was_given_back_is_used_again(tmp_path):
     again = spill.room(x, 8)
     again[:] = x
     assert torch.equal(again[:], x)
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=40))
+def test_pieces_of_the_file_never_overlap_and_all_of_it_comes_back_as_one(steps):
+    file, pieces = _File(Path(tempfile.gettempdir())), []
+    for takes, number in steps:
+        if takes:
+            offset = file.take(number)
+            assert all(offset + number <= start or start + size <= offset for start, size in pieces if size and number)
+            pieces.append((offset, number))
+        elif pieces:
+            file.give(*pieces.pop(number % len(pieces)))
+    taken = sum(size for _, size in pieces)
+    assert taken + sum(size for _, size in file.gaps) == file.end <= sum(number for takes, number in steps if takes)
+    for piece in pieces:
+        file.give(*piece)
+    assert sum(size for _, size in file.gaps) == file.end and len([gap for gap in file.gaps if gap[1]]) <= 1
+    file.file.close()
+
+
+def test_a_room_takes_memory_then_its_share_of_the_disk_and_gets_both_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4000))
+    x, spill = torch.randn(8, 16), Spill(0, tmp_path)  # 512 bytes
+    room = Room(600, spill)
+    kept = [room.copy(x) for _ in range(2)]
+    assert torch.is_tensor(kept[0]) and isinstance(kept[1], FileRows)
+    assert all(torch.equal(rows[:], x) for rows in kept)
+    assert room.has(576) and not room.has(577)  # 88 bytes of memory and 488 of the disk
+    for stored in kept:
+        room.give(stored)
+    assert room.has(1600) and not room.has(1601)
+    assert torch.is_tensor(Room(0).take(x, 8)) and not Room(0).has(1)  # without a file, whoever takes has asked
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
