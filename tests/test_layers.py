@@ -65,6 +65,7 @@ HEAVY = {
         "sparse/attention",
         "sparse/advise",
     ),
+    "gguf": ("files/gguf_header",),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }

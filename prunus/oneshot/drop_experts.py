@@ -84,8 +84,9 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
         num, num_left, _slices(model, dims, layers), changed_numbers(model, same, less), *_groups(model)
     )
     if fewer.num_dropped % fewer.num_groups:
-        problem = f"routing chooses among {fewer.num_groups} equal groups of experts, so drop a multiple of them"
-        raise ValueError(f"{problem}, not {fewer.num_dropped} of {num}; for example {fewer.num_groups / num:.4g}")
+        groups = fewer.num_groups
+        problem = f"routing chooses among {groups} equal groups of experts, so drop a multiple of {groups}"
+        raise ValueError(f"{problem}, not {fewer.num_dropped} of {num}; for example {groups / num:.4g}")
     return fewer
 
 

@@ -128,7 +128,7 @@ def test_the_names_in_help_are_those_of_the_tables():
         (["--sparsity", "-0.1"], "[0, 1)"),
         (["--begin", "5", "--end", "4"], "begin before it ends"),
         (["--begin", "0.5", "--end", "0.5"], "begin before it ends"),
-        (["--end", "7"], "it would not reach its sparsity"),
+        (["--end", "7"], "would not reach its sparsity in the run of 6 steps"),
         (["--score", "bitter10"], "bitter10"),
         (["--exclude", "nowhere.*"], "nowhere.*"),
         (["--include", "*.bias"], "dimension"),

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,9 +385,7 @@ def answers(folder: Path) -> None:
     from prunus.cli.answering import Answers
     from prunus.trained.problems import Problem
 
-    beside = folder.parent / "problems.jsonl"
-    beside.write_text("{}")
-    kept = Answers(folder / "kept.jsonl", SimpleNamespace(path=beside, problems=beside, max_new_tokens=5))
+    kept = Answers(folder / "kept.jsonl", lambda: {"max_new_tokens": 5})
     for i in range(3):
         kept.add(Problem(f"own/{i}", "def f():\n", "f", "def check"), "    pass", "AssertionError" * (i % 2))
 
@@ -396,8 +393,7 @@ def answers(folder: Path) -> None:
 def read_answers(folder: Path) -> None:
     from prunus.cli.answering import Answers
 
-    beside = folder.parent / "problems.jsonl"
-    Answers(only(folder), SimpleNamespace(path=beside, problems=beside, max_new_tokens=5))
+    Answers(only(folder), lambda: {"max_new_tokens": 5})
 
 
 def read_images(folder: Path) -> None:

@@ -306,7 +306,7 @@ BROKEN_IMAGES = [
     (write_mnist, "t10k-images-idx3-ubyte", lambda raw: b"\1" + raw[1:], "opens with 0x1000803"),
     (write_mnist, "t10k-labels-idx1-ubyte", lambda raw: raw[:7] + b"\6" + raw[8:-1], "7 images and 6 labels"),
     (write_mnist, "t10k-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\12", "label 10"),
-    (write_cifar10, "data_batch_3.bin", lambda raw: raw[:-1], "3072 bytes"),
+    (write_cifar10, "data_batch_3.bin", lambda raw: raw[:-1], "3073 bytes, but has 3072"),
     (write_cifar10, "test_batch.bin", lambda raw: b"\12" + raw[1:], "got 1, of which 0 are valid"),
 ]
 

@@ -64,7 +64,7 @@ class Flat(nn.Module):
 MODELS = {"mlp": lambda: mlp(torch.float32).model, "llama": lambda: llama(torch.float32, num_layers=2).model}
 MODELS |= {"tokens": Tokens}
 PROBE = {"probe": Probe(), "loss": entropy}
-PARTS = r"looks like an attention mask.*'attention_mask': mask.*'labels': labels"
+PARTS = r"looks like an attention mask.*'attention_mask': mask\}, or one with 'labels'"
 CASES = {
     "a dataset": ("mlp", DATA, {}, r"got TensorDataset, a dataset of single samples; pass DataLoader\("),
     "a part of a dataset": ("mlp", Subset(DATA, [1, 2]), {}, r"got Subset.* pass DataLoader\("),

@@ -23,7 +23,7 @@ def tuned_target():
         (lambda: Limit(better="lower"), "either relative or absolute"),
         (lambda: Limit(0.1, 0.1, "lower"), "either relative or absolute"),
         (lambda: Limit(math.nan, better="lower"), "either relative or absolute"),
-        (lambda: Limit(-0.1, better="lower"), "at least 0"),
+        (lambda: Limit(-0.1, better="lower"), "from 0 on, got -0.1"),
         (lambda: Limit(0.1, better="more"), "'lower' .* or 'higher'"),
         (lambda: Limit(relative=0.1), r"^better must be 'lower' .* or 'higher' \(accuracy\), got None; for example"),
         (lambda: Levels(0.5, 0.1, 0.4), "initial <= final"),

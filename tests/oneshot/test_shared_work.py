@@ -27,7 +27,7 @@ REFUSALS = {
     "a folder with other weights": "rank 1 and rank 0 have different weights",
     "a folder and a model": "rank 1 and rank 0 have different out",
     "a folder in few bits without a repair": "ranks can quantise a model on disk only with a repair",
-    "no group": "group must be a process group that this rank belongs to, or True for all ranks, got 'gloo'",
+    "no group": "group must be a process group that has this rank, or True for all ranks, got 'gloo'",
 }
 
 
