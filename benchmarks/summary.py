@@ -157,13 +157,13 @@ def _smaller(models: Mapping[str, BitsFigures]) -> str:
     sparse, codes = (next(a for a in model.arms if (a.way, a.level, a.form) == key) for key in SMALL)
     stored = (model.figures.rows[key].values() for key in (("dense", ""), ("dense 4", ""), ("recover 4", "80")))
     sizes = [statistics.fmean(row["num_bytes"] for row in rows) / 1e6 for rows in stored]
-    eight = next(arm for arm in other.arms if (arm.way, arm.form) == ("dense", "8-nearest"))
-    least = next(arm for arm in other.arms if (arm.way, arm.form) == ("dense", "4"))
+    losses = {arm.form: percent(arm.loss) for arm in other.arms if arm.way == "dense"}
     return (
         f"GPT-51M: its blocks' weights take {sizes[2]:.1f} MB at 80 % in 4 bits, perplexity {percent(sparse.loss)}; "
         f"dense they take {sizes[1]:.1f} MB in 4 bits, {percent(codes.loss)}, and {sizes[0]:.1f} MB in 16. "
-        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us: {percent(eight.loss)} in 8 bits, "
-        f"{percent(least.loss)} in 4"
+        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us: {losses['8-nearest']} in 8 bits, "
+        f"{losses['4']} in 4, {losses['4-32']} in 4 with a scale for every 32 columns instead of 128 "
+        f"({losses['4-llmcompressor']} by llm-compressor)"
     )
 
 
