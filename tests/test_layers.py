@@ -65,7 +65,7 @@ HEAVY = {
         "sparse/attention",
         "sparse/advise",
     ),
-    "gguf": ("files/gguf_header",),
+    "gguf": ("export/gguf_parsing",),
     "huggingface_hub": ("export/hub",),
     "matplotlib": ("plot",),
 }

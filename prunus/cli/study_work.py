@@ -62,9 +62,11 @@ def _in_processes(folder: Folder, cells: tuple[Cell, ...], options: Options, dev
             process = get_context("spawn").Process(target=worker, args=(folder, cells, own, device))
             before = os.environ.copy()
             os.environ |= environment_of(device, len(devices))
-            process.start()  # with the environment as it is now
-            os.environ.clear()
-            os.environ |= before
+            try:
+                process.start()  # with the environment as it is now
+            finally:
+                os.environ.clear()
+                os.environ |= before
             processes.append(process)
         for process in processes:
             process.join()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..eligible import unwrapped_model
 from ..files.atomic import new_folder
-from ..files.gguf_header import check_gguf, parsed_once
+from ..files.gguf_header import check_gguf
 from ..files.json_file import read_json
 from ..files.one_line import in_one_line
 from ..files.reader import SMALL, Tensors, open_tensors
@@ -31,6 +31,7 @@ from ..ops.machine import device_of
 from .card import CardFacts, facts_of_files, hub_name, write_card
 from .config_limits import bounded, bounded_by, check_counts, num_stored
 from .convert import copy_beside
+from .gguf_parsing import parsed_once
 
 AnyPath = str | os.PathLike[str]
 OWN_NAMES = "of the model"  # says a file whose tensors have the model's names, of families that are stored differently

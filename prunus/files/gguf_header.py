@@ -3,9 +3,6 @@
 import math
 import mmap
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 from .regular import check_regular
@@ -26,27 +23,6 @@ def check_gguf(path: Path) -> int:
                 return _Header(data).check()
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: it is not a GGUF file, or is damaged: {error}") from error
-
-
-@contextmanager
-def parsed_once() -> Iterator[None]:
-    """Inside, transformers parses a GGUF file once; otherwise that takes longer than to dequantise the weights.
-
-    It parses the file for the configuration and again for the weights, and makes the table of names for every module.
-    """
-    try:
-        import gguf
-    except ImportError:  # transformers says so
-        yield
-        return
-    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    try:
-        for name, made in before.items():
-            setattr(gguf, name, cache(made))
-        yield
-    finally:
-        for name, made in before.items():
-            setattr(gguf, name, made)
 
 
 class _Header:

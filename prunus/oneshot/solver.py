@@ -9,7 +9,6 @@ small: the damped error. The iteration is that of ALPS (Meng et al. 2024, https:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -211,6 +210,7 @@ def changes_of(problem: Problem, mask: Candidate, best: Candidate, iterations: i
     errors = zip(problem.weights, energies, problem.relative_errors(mask), problem.relative_errors(best), strict=True)
     changes = {}
     for name, energy, mask_error, error in errors:
-        weight, repair = weights[name].to(problem.weights[name].dtype), LayerRepair(mask_error, error, iterations)
-        changes[name] = Change(supports[name], weight, energy, replace(repair, damping=problem.damping))
+        weight = weights[name].to(problem.weights[name].dtype)
+        repair = LayerRepair(mask_error, error, iterations, problem.damping)
+        changes[name] = Change(supports[name], weight, energy, repair)
     return changes

@@ -56,7 +56,7 @@ class Streams:
         self.is_same = True  # no weight has changed yet, so that the pruned stream is the dense one too
         self._ahead = False  # the dense stream has left one block more behind
         self._values: dict[str, tuple[nn.Parameter, Tensor]] = {}  # dense ones of weights that passes still read
-        self._inputs: dict[tuple[str, int], Tensor | FileRows] = {}  # in the dense model, by group and stack of samples
+        self._inputs: dict[tuple[str, int], Rows] = {}  # in the dense model, by group and stack of samples
         self._outputs: dict[tuple[nn.Module, Chunk], Any] = {}  # in the pruned model, of modules that are settled
         self._solved: list[nn.Module] = []  # of this block
         self._settled: list[nn.Module] = []  # these, and modules in which nothing is left to solve
