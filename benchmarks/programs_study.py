@@ -24,6 +24,7 @@ from prunus.export.huggingface import load_model
 from prunus.files.json_file import read_json, strict_json, write_json
 from prunus.lab.profile.measure import bytes_held
 from prunus.ops.machine import device_of
+from prunus.sparse.decoder import MOST_SEQUENCES
 from prunus.sparse.load import load_packed
 from prunus.trained.data import read_token_file, spread
 from prunus.trained.problems import chat_prompt, read_problems
@@ -100,7 +101,7 @@ class ProgramsStudy(LearningStudy):
     num_problems: int = 0  # spread evenly; 0: all
     max_new_tokens: int = 768  # of an answer
     speed_tokens: int = 72  # of a text whose speed is measured
-    answer_batch: int = 16  # problems answered at a time
+    answer_batch: int = MOST_SEQUENCES  # problems answered at a time
     hard: float = 0.0  # weight of the cross-entropy beside the teacher
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the models that are measured
     seeds: tuple[int, ...] = (0,)  # of calibration samples and of the order of batches
@@ -113,6 +114,8 @@ class ProgramsStudy(LearningStudy):
         for measure, option in {"pass@1": "problems", "prose": "prose_tokens", "python": "eval_tokens"}.items():
             if measure in self.measures and getattr(self, option) is None:
                 raise ValueError(f"to measure {measure}, give --{option.replace('_', '-')}")
+        if not 1 <= self.answer_batch <= MOST_SEQUENCES:
+            raise ValueError(f"--answer-batch must be 1 to {MOST_SEQUENCES}, got {self.answer_batch}")
         if "pass@1" in self.measures:
             if not self.run_code:
                 how = f"runs programs that the models write, {CONFINEMENT}"
