@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as changed_options
 from functools import cached_property
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prunus.cli.answering import Answers, Chat, ask, chat_tokenizer, settings_of
 from prunus.export.huggingface import load_model
@@ -161,6 +161,19 @@ class ProgramsStudy(LearningStudy):
         return f"{row['zeros']:,} zeros"
 
 
+@contextmanager
+def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Another dtype for a while; then what was changed before can still be undone."""
+    homes = {parameter: parameter.data for parameter in model.parameters()}
+    try:
+        for parameter in homes:
+            parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, home in homes.items():
+            parameter.data = home
+
+
 @dataclass
 class MadeArm:
     """An arm of one seed: its folder, and the model in it."""
@@ -226,8 +239,8 @@ class MadeArm:
             if learns:
                 learning = case.recovered(trained.model, run, hard=options.hard, has_teacher=arm.has_teacher)
                 facts |= stack.enter_context(learning).figures()
-            trained.model.to(getattr(torch, options.dtype))
-            trained.save(out, small=True)
+            with parameters_in(trained.model, getattr(torch, options.dtype)):
+                trained.save(out, small=True)
         return facts
 
     @cached_property

@@ -43,7 +43,7 @@ def study(chat_model):
     places |= {"eval-tokens": "python.u32", "prose-tokens": "prose.u32"}
     files = [part for name, file in places.items() for part in (f"--{name}", str(chat_model / file))]
     sizes = ["--length", "16", "--windows", "4", "--eval-windows", "4", "--steps", "2", "--batch", "2", "--lr", "1e-3"]
-    sizes += ["--max-new-tokens", "8", "--speed-tokens", "10", "--dtype", "float32", "--name", "tiny"]
+    sizes += ["--max-new-tokens", "8", "--speed-tokens", "10", "--dtype", "bfloat16", "--name", "tiny"]
     return ["programs-study", *files, *sizes]
 
 
