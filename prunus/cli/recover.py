@@ -50,7 +50,7 @@ class Command:
     eval_tokens: Path | None = None  # held-out token ids
     eval_batches: Path | None = None  # held-out .npz file
     budget: str = "20M"  # tokens (or samples) to train on in total: 500k, 20M, 1B
-    lr: float | None = None  # learning rate; default: from three short trials, or 0.001 below 300 steps
+    lr: float | None = None  # learning rate; default: from short trials, or 0.001 below 300 steps
     hard: float = 0.0  # weight of the data's cross-entropy, added to the teacher loss
     train: tuple[str, ...] = ()  # globs of parameter names: train no others
     length: int = 0  # tokens per window; 0: 512, at most the model's maximum

@@ -64,7 +64,7 @@ def recover(
     ``batches`` are those that ``prune`` takes; a step reads ``accumulate`` of them on each process, and a list or
     loader starts again at its end. The first ``held_out`` of them (at most a fifth of a list), or batches given there,
     are not trained on: the model ends in the state that is best on them. ``train``, globs over parameter names,
-    restricts what learns. ``lr=None`` finds the learning rate in three short trials, or takes 1e-3 if there are fewer
+    restricts what learns. ``lr=None`` finds the learning rate in short trials, or takes 1e-3 if there are fewer
     than 300 steps. 16-bit models learn in float32 and end in their own dtype. A quantised model keeps its codes: the
     scales of its weights learn instead, and end in bfloat16.
 
@@ -162,6 +162,8 @@ def _run(trainer: "RecoveryTrainer", began: float) -> Recovery:
         num_zeros = num_zeros.to(trainer.args.device)
         torch.distributed.all_reduce(num_zeros)
     notes = [trainer.distillation.note] if trainer.distillation.note else []
+    if not trainer.best.step:
+        notes.append(f"Nothing was learned: no state was better than the first; give an lr below {plan.chosen:g}.")
     if num := len(trainer.scales):
         notes.append(f"Codes of {num:,} layer{'s' * (num > 1)} stay fixed; their scales learn.")
     assert initial is not None

@@ -96,7 +96,7 @@ class RecoveryTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is divided by the places of all batches of a step
         self.distillation, self.plan, self.steps, self.held_out = distillation, plan, steps, held_out
         self.dtypes, self.scales = dtypes, learned_scales(self.model, dtypes)  # dtypes that parameters end in
-        self.evaluate_at, self.save_at = plan.spread(evaluations), plan.spread(SAVES)
+        self.evaluations = evaluations
         self.report: Callable[[int], None] = lambda step: None
         self.saves = args.save_strategy != "no"
         self.figures: dict[int, Point] = {}  # of the student, by step
@@ -295,8 +295,10 @@ class _Driver(TrainerCallback):
             if "eval_tokens" in entry:
                 values = [entry.get(f"eval_{name}") for name in ("kl", "loss", "accuracy")]
                 trainer.figures[entry["step"]] = Point(entry["step"], int(entry["eval_tokens"]), *values)
-        ends = [end for end in plan.trial_ends if end in trainer.figures]
-        plan.results = [trainer.distillation.rank(trainer.figures[end].figures) for end in ends]
+        ranks = {step: trainer.distillation.rank(point.figures) for step, point in trainer.figures.items()}
+        plan.before = ranks[0]
+        while (num := len(plan.results)) < len(plan.trial_ends) and plan.trial_ends[num] in ranks:
+            plan.results.append(ranks[plan.trial_ends[num]])
         step = trainer.best_step
         path = Path(trainer.resumed_from or "") / BEST.format(rank=args.process_index if trainer.is_sharded else 0)
         if step == 0:
@@ -328,9 +330,9 @@ class _Driver(TrainerCallback):
         self.trainer.follow_scales_()
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        step, trainer = state.global_step, self.trainer
-        control.should_evaluate = step in trainer.evaluate_at or step in trainer.plan.trial_ends
-        control.should_save = trainer.saves and (control.should_evaluate or step in trainer.save_at)
+        step, trainer, plan = state.global_step, self.trainer, self.trainer.plan
+        control.should_evaluate = step in plan.spread(trainer.evaluations) or step in plan.trial_ends
+        control.should_save = trainer.saves and (control.should_evaluate or step in plan.spread(SAVES))
         trainer.report(step)
 
     def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **parts: Any) -> None:
@@ -344,6 +346,7 @@ class _Driver(TrainerCallback):
                     own[name].zero_()
         elif step == 0:
             trainer.best = trainer.initial
+            trainer.plan.before = trainer.distillation.rank(trainer.figures[0].figures)
         elif step == trainer.best_step:
             trainer.fill_kept_zeros_()
             trainer.best = State(trainer.learning, step)

@@ -147,20 +147,19 @@ class Steps(IterableDataset):
         self.first_step = 0
 
     def __iter__(self) -> Iterator[Tree]:
-        step = self.first_step
-        while step < self.plan.steps:
-            begin, length, _ = self.plan.phase(step)
-            per_step = self.accumulate * self.num_ranks
-            self.batches.keeps_read = begin < self.plan.num_trial_steps
-            reading = self.batches.starting_at((step - begin) * per_step)
-            while step < begin + length:
-                mine = [batch for i, batch in enumerate(islice(reading, per_step)) if i % self.num_ranks == self.rank]
-                if len(mine) < self.accumulate:
-                    warnings.warn(
-                        f"the batches ended after {step} of {self.plan.steps} steps, so the best state so far is kept; "
-                        "give batches that can be read again, or fewer steps",
-                        stacklevel=2,
-                    )
-                    return
-                yield from mine
-                step += 1
+        # loaders read a step ahead, so a step that begins a trial or the run may not know yet which of them it is
+        first, per_step, reading = -1, self.accumulate * self.num_ranks, iter(())
+        for step in range(self.first_step, self.plan.steps):
+            begin, *_ = self.plan.phase(step)
+            self.batches.keeps_read = begin < self.plan.num_trial_steps or step == begin
+            if begin != first:
+                first, reading = begin, self.batches.starting_at((step - begin) * per_step)
+            mine = [batch for i, batch in enumerate(islice(reading, per_step)) if i % self.num_ranks == self.rank]
+            if len(mine) < self.accumulate:
+                warnings.warn(
+                    f"the batches ended after {step} of {self.plan.steps} steps, so the best state so far is kept; "
+                    "give batches that can be read again, or fewer steps",
+                    stacklevel=2,
+                )
+                return
+            yield from mine

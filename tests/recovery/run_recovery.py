@@ -13,6 +13,7 @@ from students import are_equal, codes_of, in_codes, llama, pruned, sequences
 
 from prunus import recover
 from prunus.oneshot.samples import digest
+from prunus.recovery import plan
 from prunus.recovery.folder import whole_tensors
 from prunus.recovery.training_options import training_arguments
 
@@ -36,8 +37,10 @@ def main(how, folder, kill_at=None):
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    steps = 320 if how == "trials" else 12
-    options = {"steps": steps, "lr": None if how == "trials" else 3e-3, "evaluations": 4, "held_out": 3}
+    has_trials = how.endswith("trials")
+    if how == "all trials":
+        plan.HARM = 0.0  # whatever they do counts as harm
+    options = {"steps": 320 if has_trials else 12, "lr": None if has_trials else 3e-3, "evaluations": 4, "held_out": 3}
     recovery = recover(
         student, teacher, sequences(24), **options, accumulate=accumulate, args=args, state=folder / "state",
         out=folder / "out" if how in ("one", "ddp", "fsdp") else None, progress=report,

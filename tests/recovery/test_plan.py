@@ -33,6 +33,33 @@ def test_trials_are_two_percent_of_the_run_and_the_best_wins():
     assert Plan(299).chosen == LR and Plan(299, 0.1).chosen == 0.1 and "too few" in Plan(299).reason
 
 
+def test_lower_rates_follow_while_all_trials_do_harm():
+    results = [6.5, 6.4, 6.7]  # from 0.3: what a model of 1.5 billion weights did
+    assert Plan(640, results=results, before=3.3).num_trial_steps == 60
+    assert Plan(640, results=results[:2], before=0.3).trial_ends == [20, 40, 60]
+    assert Plan(640, results=results, before=0.3).rates[3:] == [LR / 8]
+    plan = Plan(640, results=[*results, 0.7, 0.59], before=0.3)
+    assert plan.rates == [LR / 2, LR, 2 * LR, LR / 8, LR / 32] and plan.chosen == LR / 16
+    assert "5 trials" in plan.reason and "3.125e-05: 0.59" in plan.reason
+    assert plan.trial_ends == [20, 40, 60, 80, 100] and plan.spread(3)[0] > 100 and plan.spread(3)[-1] == 640
+    assert sum(plan.lr_at(step) > 0 for step in range(640)) == 640
+    hopeless = Plan(300, results=[float("nan")] * 3 + [9.0] * 9, before=0.0)
+    assert len(hopeless.rates) == 7 and hopeless.chosen == LR / 4  # the first of the equal ones that are numbers
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_batches_are_those_of_trials_that_are_decided_on_the_way(ahead):
+    """Loaders read a batch ahead, before they can know that another trial follows."""
+    plan, read, steps = Plan(300, before=0.1), [], 0
+    for batch in Steps(Batches(iter(torch.arange(400).split(1)), 4, seed=0), plan, 1, 0, 1):
+        read.append(int(batch))
+        steps = len(read) - ahead
+        if steps in plan.trial_ends and len(plan.results) < len(plan.trial_ends):
+            plan.results.append(0.15 if len(plan.results) == 4 else 1.0)
+    trial = list(range(4, 24))
+    assert read == [*trial * 5, *range(4, 204)] and plan.chosen == LR / 16
+
+
 def numbers(batches, first, num):
     reading = batches.starting_at(first)
     return [int(next(reading).flatten()[0]) for _ in range(num)]

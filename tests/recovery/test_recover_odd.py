@@ -196,6 +196,30 @@ def test_a_generator_may_have_held_out_batches_of_its_own(teacher):
     assert recovery.steps == 4
 
 
+def test_small_weights_get_a_rate_below_those_of_the_first_trials():
+    """Rates that suit most models are many times these weights, and leave nothing of what they do."""
+    torch.manual_seed(2)
+    teacher = nn.Linear(6, 8, bias=False)
+    with torch.no_grad():
+        teacher.weight.mul_(1e-4)
+    inputs = torch.randn(640, 6) @ torch.randn(6, 6) * 1e4
+    student = deepcopy(teacher)
+    with torch.no_grad():
+        student.weight[:, ::2] = 0
+    recovery = recover(student, teacher, list(inputs.split(16)), steps=300, progress=False)
+    assert recovery.lr < 5e-4 and recovery.lr_reason.count(":") > 3  # trials
+    assert recovery.after.kl < recovery.before.kl and recovery.steps == 300 and not recovery.notes
+    assert not student.weight[:, ::2].any()
+
+
+def test_a_rate_that_helps_nowhere_leaves_the_model_as_it_was_and_says_so(teacher):
+    student = pruned(teacher)
+    before = bits_of(student)
+    recovery = recover(student, teacher, sequences(8), steps=4, lr=30.0, progress=False)
+    assert recovery.best_step == 0 and are_equal(bits_of(student), before)
+    assert any("give an lr below 30" in note for note in recovery.notes)
+
+
 def test_batches_that_end_within_a_trial_keep_the_best_state(teacher):
     student = pruned(teacher)
     with pytest.warns(UserWarning, match="ended after 10 of 300 steps"):

@@ -67,17 +67,18 @@ def _tied(model):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_trials_and_after_them_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize(("how", "kills"), {"trials": (30, 61, 200), "all trials": (50, 70, 130, 200)}.items())
+def test_a_run_that_is_killed_in_trials_and_after_them_ends_with_the_same_bits(tmp_path, how, kills):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = run("trials", tmp_path / "whole")
-    for step in (30, 61, 200):
-        assert run("trials", tmp_path / "killed", kill_at=step) is None
+    whole = run(how, tmp_path / "whole")
+    for step in kills:
+        assert run(how, tmp_path / "killed", kill_at=step) is None
     newest = max((tmp_path / "killed" / "state").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     half = newest.with_name("checkpoint-999")  # as a kill leaves one that is being written
     shutil.copytree(newest, half)
     (half / "trainer_state.json").write_text('{"global_step": 9')
-    assert run("trials", tmp_path / "killed") == whole
+    assert run(how, tmp_path / "killed") == whole
     assert whole["zeros"] == whole["zeros_before"] and len(whole["curve"]) == 5
 
 
