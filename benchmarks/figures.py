@@ -128,11 +128,7 @@ class ModelFigures:
         about = f"{settings['about']}. " if settings["about"] else ""
         about += f"{first}Calibrated on {settings['samples']} {unit}{learning}, {seeds} {numbers}; "
         about += f"{self.metric} on {settings['held_out']:,} held-out {unit}.{last}"
-        origins = "\n".join(
-            "; ".join(filter(None, (f"{number}. {origin_of(record)}", record["settings"].get("note"))))
-            for number, record in enumerate(self.records, 1)
-        )
-        return f"### {self.name}\n\n{about}\n\n{origins}\n\n{table}\n"
+        return f"### {self.name}\n\n{about}\n\n{origins_of(self.records)}\n\n{table}\n"
 
     def table(self, titles: Mapping[str, str], more: "Mapping[str, Callable[[ModelFigures, str], str]]") -> str:
         """A line for each way that was measured: its figures by level, and ``more`` of all but the dense model."""
@@ -193,6 +189,12 @@ def runs_of_study(folder: Path) -> list[tuple[Row, Row]]:
     """What each of its runs was, and what came out."""
     runs = map(json.loads, (folder / "runs.jsonl").read_text().splitlines())
     return [(run["cell.json"], run["result.json"]) for run in runs]
+
+
+def origins_of(records: Sequence[Record]) -> str:
+    """A numbered line for each record, with its note."""
+    parts = [(origin_of(record), record["settings"].get("note")) for record in records]
+    return "\n".join(f"{i}. {'; '.join(filter(None, part))}" for i, part in enumerate(parts, 1))
 
 
 def joined(values: set[Any], form: str = "") -> str:

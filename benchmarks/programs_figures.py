@@ -10,8 +10,8 @@ from pathlib import Path
 from prunus.lab.study.tables import markdown_table
 from prunus.trained.problems import wilson
 
-from .benchmark import Record, Row, all_records, origin_of
-from .figures import NOT_MEASURED, joined
+from .benchmark import Record, Row, all_records
+from .figures import NOT_MEASURED, joined, origins_of
 from .programs_study import ARMS, BATCHES, WHAT
 
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
@@ -102,15 +102,15 @@ class ProgramsFigures:
         about += f"Calibrated on {settings['samples']} windows of {settings['length']} tokens; perplexity on at most "
         about += f"{settings['held_out']} held-out windows; answers of at most {settings['max_new_tokens']} tokens. "
         about += f"What learns takes {joined(learned, ',')} steps." if learned else "Nothing has learned yet."
-        origins = [f"{i}. {origin_of(record)}" for i, record in enumerate(self.records, 1)]
         why = [self.failures(arm) for arm in ARMS if self.of(arm, "pass@1")]
         tables = [self.table(), *([markdown_table(["arm", "why programs failed"], why, words=(1,))] if why else [])]
-        return "\n\n".join([f"### {self.name}", about, "\n".join(origins), *tables]) + "\n"
+        return "\n\n".join([f"### {self.name}", about, origins_of(self.records), *tables]) + "\n"
 
     def table(self) -> str:
         """A line for each arm; of the model with goals also those that were not measured."""
         wanted = {arm for arm, about in ARMS.items() if about.goal is not None and self.name == MODEL}
-        arms = [arm for arm in ARMS if arm in wanted or self.of(arm, "pass@1")]
+        measured = {arm for arm, _ in self.rows}
+        arms = [arm for arm in ARMS if arm in wanted | measured]
         return markdown_table(HEADINGS, [self.line(arm) for arm in arms], words=(4,))
 
 
