@@ -79,18 +79,31 @@ def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Prog
         out.write(shown.end)
 
 
+class _Left:
+    """How long a call will still take, by what it did since the first report: one that goes on begins in the middle."""
+
+    def __init__(self) -> None:
+        self.first: tuple[float, float] | None = None
+
+    def __call__(self, now: float, share: float) -> str:
+        began, before = self.first = self.first or (now, share)
+        return f"about {_clock((now - began) * (1 - share) / (share - before))} left, " if before < share < 1 else ""
+
+
 class _Bar:
     """A text that replaces the one before it in its line."""
 
     def __init__(self, title: str) -> None:
         self.title, self.began, self.last, self.width = title, time.monotonic(), 0.0, 0
+        self.left = _Left()
 
     def __call__(self, share: float, phase: str) -> str:
         now = time.monotonic()
+        left = self.left(now, share)
         if now - self.began < QUIET["bar"] or (now - self.last < PAUSE and share < 1):
             return ""
         bar = ("=" * round(BAR * share)).ljust(BAR)
-        text = f"{self.title}: [{bar}] {share:.0%}, {_left(now - self.began, share)}{phase}"
+        text = f"{self.title}: [{bar}] {share:.0%}, {left}{phase}"
         text = text[: shutil.get_terminal_size().columns - 1]
         before, self.last, self.width = self.width, now, len(text)
         return f"\r{text.ljust(before)}"
@@ -106,18 +119,15 @@ class _Lines:
     end = ""
 
     def __init__(self, title: str) -> None:
-        self.title, self.began, self.last = title, time.monotonic(), -1
+        self.title, self.began, self.last, self.left = title, time.monotonic(), -1, _Left()
 
     def __call__(self, share: float, phase: str) -> str:
-        seconds, number = time.monotonic() - self.began, int(LINES * share)
+        now, number = time.monotonic(), int(LINES * share)
+        seconds, left = now - self.began, self.left(now, share)
         if seconds < QUIET["lines"] or number == self.last:
             return ""
         self.last = number
-        return f"{self.title}: {share:.0%} after {_clock(seconds)}, {_left(seconds, share)}{phase}\n"
-
-
-def _left(seconds: float, share: float) -> str:
-    return f"about {_clock(seconds * (1 - share) / share)} left, " if 0 < share < 1 else ""
+        return f"{self.title}: {share:.0%} after {_clock(seconds)}, {left}{phase}\n"
 
 
 def _clock(seconds: float) -> str:

@@ -187,8 +187,8 @@ class RecoveryTrainer(Trainer):
         step = self.state.global_step
         student, self.teacher_figures = self.measure(self.model_wrapped)
         self.figures[step] = point = Point(step, self.state.num_input_tokens_seen, **asdict(student))
-        known = {name: value for name, value in asdict(point).items() if name != "step" and value is not None}
-        metrics = {f"eval_{name}": value for name, value in known.items()}
+        known = asdict(point) | {f"teacher_{name}": value for name, value in asdict(self.teacher_figures).items()}
+        metrics = {f"eval_{name}": value for name, value in known.items() if name != "step" and value is not None}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -293,8 +293,12 @@ class _Driver(TrainerCallback):
         trainer, plan = self.trainer, self.trainer.plan
         for entry in state.log_history:
             if "eval_tokens" in entry:
-                values = [entry.get(f"eval_{name}") for name in ("kl", "loss", "accuracy")]
+                values, of_teacher = (
+                    [entry.get(f"eval_{whose}{name}") for name in ("kl", "loss", "accuracy")]
+                    for whose in ("", "teacher_")
+                )
                 trainer.figures[entry["step"]] = Point(entry["step"], int(entry["eval_tokens"]), *values)
+                trainer.teacher_figures = Figures(*of_teacher)
         ranks = {step: trainer.distillation.rank(point.figures) for step, point in trainer.figures.items()}
         plan.before = ranks[0]
         while (num := len(plan.results)) < len(plan.trial_ends) and plan.trial_ends[num] in ranks:

@@ -47,10 +47,10 @@ def assert_goes_on(student, teacher, batches, folder, monkeypatch, **options):
             except Killed:
                 continue
             scales = {f"{name} scales": values for name, values in scales_of(own).items()}
-            ends.append((bits_of(own) | scales, recovery.curve))
-    (broken, curve), (unbroken, whole) = ends
-    assert are_equal(broken, unbroken) and curve == whole
-    return curve
+            ends.append((bits_of(own) | scales, (recovery.curve, recovery.teacher)))
+    (broken, figures), (unbroken, whole) = ends
+    assert are_equal(broken, unbroken) and figures == whole
+    return figures[0]
 
 
 class Augmented(TensorDataset):
@@ -117,6 +117,14 @@ def test_weights_below_adapters_go_on_too(teacher, tmp_path, monkeypatch):
     torch.manual_seed(0)
     student = peft.get_peft_model(pruned(teacher), peft.LoraConfig(r=2, target_modules=["up_proj"]))
     assert_goes_on(student, teacher, lambda: sequences(12), tmp_path, monkeypatch)
+
+
+def test_a_run_that_was_killed_behind_its_last_step_says_what_it_would_have_said(teacher, tmp_path):
+    first, again = (
+        recover(pruned(teacher), teacher, sequences(12), steps=4, state=tmp_path, progress=False) for _ in range(2)
+    )
+    assert again.teacher == first.teacher and first.teacher.loss
+    assert again.after == first.after and again.curve == first.curve
 
 
 @pytest.mark.slow
