@@ -129,7 +129,7 @@ def _admm(
         return None
     seen, iteration = support, 0
     for iteration in range(1, repair.iterations + 1):
-        multiplier = torch.where(support, 0, state)
+        multiplier = _without(state, support)
         rhs = state.sub_(multiplier, alpha=2).add_(problem.targets)
         with float32_products(rhs.device, repair.tf32):
             state = multiplier.addmm_(rhs, inverse, alpha=rho)
@@ -147,6 +147,13 @@ def _admm(
                 return None
             seen = support
     return support, state.mul_(support).div_(rho), iteration
+
+
+def _without(values: Tensor, support: Tensor) -> Tensor:
+    """Zero on the support; on the CPU by a product, since torch's ``where`` takes twice the time there."""
+    if values.is_cpu:
+        return torch.addcmul(values, values, support.to(values.dtype), value=-1)
+    return torch.where(support, 0, values)
 
 
 def inverse_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
