@@ -6,6 +6,7 @@ of the size of stories260K.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,12 +30,14 @@ from prunus.ops.machine import said_by_linux
 from prunus.trained.data import drawn
 
 from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
+from .wanda import their_oneshot
 
 SMALL = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8, "vocab_size": 512}  # stories260K
 WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "num_attention_heads": 16, "vocab_size": 32_000}
 STORIES15M = {"hidden_size": 288, "intermediate_size": 768, "num_attention_heads": 6, "vocab_size": 32_000}
+THEIRS = "llm-compressor"
 WORKS = {"repair": [], "masks": ["--no-repair", "--score", "magnitude"]}  # options of the command
-WayName = Literal["prunus prune", "folder", "module"]
+WayName = Literal["prunus prune", "folder", "module", "llm-compressor"]
 GOALS = {"repair": 0.6, "masks": 0.4}  # memory as a share of the folder
 TIME_GOAL, RANKS_GOAL = 1.05, 1.7  # beside the model that is loaded whole, and one process beside two
 EVALUATED = 4  # windows that the command measures the model on
@@ -42,15 +45,16 @@ EVALUATED = 4  # windows that the command measures the model on
 
 @dataclass(frozen=True, kw_only=True)
 class Large(Benchmark):
-    """Prune folders of random Llama blocks of width 1,024 in float32, block by block and loaded whole."""
+    """Prune folders of random Llama blocks (float32, width 1,024), or yours, block by block and loaded whole."""
 
     work: Literal["masks", "repair"] = "masks"  # masks by magnitude alone, or a repair by the solver
-    blocks: tuple[int, ...] = (4, 8, 16, 37)  # of each folder
+    folder: Path | None = None  # of a Llama model in place of the random ones
+    blocks: tuple[int, ...] = (4, 8, 16, 37)  # of each random folder
     ways: tuple[WayName, ...] = ("prunus prune", "folder", "module")  # the command, a folder and a module in Python
     windows: int = 32  # that calibrate
     length: int = 256  # tokens of each
     memory: str = "none"  # limit for activations of a repair, as 400MB
-    tokens: Path | None = None  # file of 16-bit tokens below 512; by default random ones
+    tokens: Path | None = None  # file of 16-bit tokens, below 512 for random blocks; by default random ones
     ranks: int = 1  # processes that divide a repair of stories15M's shape; with 1 that is not measured
 
     def measure(self) -> Measured:
@@ -66,8 +70,11 @@ class Large(Benchmark):
             if self.ranks > 1:
                 settings |= {"weights": "6 blocks of stories15M's shape"}
                 return "large ranks", settings, measure_ranks(call, Path(place), self.ranks)
+            if self.folder is not None:
+                settings |= {"weights": f"{self.work}, {self.folder.name}"}
+                return "large", settings, measure_folder(call, Path(place), self.work, self.folder, self.ways)
             settings |= {"weights": f"{self.work}, {' '.join(map(str, self.blocks))} blocks of width 1,024"}
-            return "large", settings, measure_memory(call, Path(place), self.work, self.blocks, self.ways)
+            return "large", settings, measure_blocks(call, Path(place), self.work, self.blocks, self.ways)
 
 
 @dataclass(frozen=True)
@@ -104,27 +111,55 @@ def make_folder(folder: Path, shape: dict[str, int], blocks: int) -> Path:
     return folder
 
 
-def measure_memory(call: Call, place: Path, work: str, blocks: Sequence[int], ways: Sequence[str]) -> list[Row]:
-    """A row for each number of blocks and way; ValueError unless all ways write the same bits."""
-    small, rows = make_folder(place / "small", SMALL, 5), []
-    least = {way: call.run(way, work, small, place / f"small_{way.split()[0]}")[0]["peak_mb"] for way in ways}
+def measure_blocks(call: Call, place: Path, work: str, blocks: Sequence[int], ways: Sequence[str]) -> list[Row]:
+    """A row for each number of random blocks and way."""
+    least, rows = peaks_of_small(call, place, work, SMALL, ways), []
     for num in blocks:
         folder = make_folder(place / "folder", WIDE, num)
-        outs = {way: place / f"out_{way.split()[0]}" for way in ways}
-        megabytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6
-        measured = {way: call.run(way, work, folder, out)[0] for way, out in outs.items()}
-        same_bits(list(outs.values()))
-        for way, row in measured.items():
-            above = row["peak_mb"] - least[way]
-            row |= {"work": work, "blocks": num, "folder_mb": megabytes, "above_mb": above, "share": above / megabytes}
-            row["share_goal"] = GOALS[work] if way != "module" else None
-            if "module" in measured and way == "folder":
-                row |= {"times": row["cpu_seconds"] / measured["module"]["cpu_seconds"], "times_goal": TIME_GOAL}
-            rows.append(row)
-            print(row, flush=True)
-        for path in (folder, *outs.values()):
-            subprocess.run(["rm", "-r", str(path)], check=True)
+        rows += measure_memory(call, place, work, folder, ways, least, GOALS[work])
+        shutil.rmtree(folder)
     return rows
+
+
+def measure_folder(call: Call, place: Path, work: str, folder: Path, ways: Sequence[str]) -> list[Row]:
+    """A row for each way of pruning a model."""
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    least = peaks_of_small(call, place, work, SMALL | {"vocab_size": vocabulary}, ways)
+    return measure_memory(call, place, work, folder, ways, least)
+
+
+def peaks_of_small(call: Call, place: Path, work: str, shape: dict[str, int], ways: Sequence[str]) -> dict[str, float]:
+    """What each way takes for a model as small as stories260K."""
+    small = make_folder(place / "small", shape, 5)
+    return {way: call.run(way, work, small, place / f"small_{number}")[0]["peak_mb"] for number, way in enumerate(ways)}
+
+
+def measure_memory(
+    call: Call,
+    place: Path,
+    work: str,
+    folder: Path,
+    ways: Sequence[str],
+    least: dict[str, float],
+    goal: float | None = None,
+) -> list[Row]:
+    """A row for each way, with a goal for the share of the folder; ValueError unless ours write the same bits."""
+    outs = {way: place / f"out_{number}" for number, way in enumerate(ways)}
+    megabytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e6
+    num_blocks = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    measured = {way: call.run(way, work, folder, out)[0] for way, out in outs.items()}
+    same_bits([out for way, out in outs.items() if way != THEIRS])
+    for way, row in measured.items():
+        above = row["peak_mb"] - least[way]
+        row |= {"work": work, "blocks": num_blocks, "folder_mb": megabytes}
+        row |= {"above_mb": above, "share": above / megabytes}
+        row["share_goal"] = goal if way in ("prunus prune", "folder") else None
+        if "module" in measured and way == "folder":
+            row |= {"times": row["cpu_seconds"] / measured["module"]["cpu_seconds"], "times_goal": TIME_GOAL}
+        print(row, flush=True)
+    for out in outs.values():
+        shutil.rmtree(out)
+    return list(measured.values())
 
 
 def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
@@ -142,6 +177,8 @@ def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
 
 def same_bits(folders: Sequence[Path]) -> None:
     """ValueError unless all folders hold the same tensors."""
+    if not folders:
+        return
     first, *others = folders
     with open_tensors(first) as tensors:
         for other in others:
@@ -176,10 +213,22 @@ def in_python(call: Call, work: str, folder: str, out: str, *, is_loaded: bool) 
         model.save_pretrained(out)
 
 
+def by_llm_compressor(call: Call, work: str, folder: str, out: str) -> None:
+    """Its SparseGPT in place of a repair, and WANDA in place of masks alone, on the model in a folder."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    windows = drawn(np.load(call.tokens, "r"), call.windows, call.length, 0)
+    modifier = "SparseGPTModifier" if work == "repair" else "WandaPruningModifier"
+    their_oneshot(model, windows, modifier, sparsity=SPARSITY, mask_structure="0:0")
+    model.save_pretrained(out)
+
+
 WAYS: dict[str, Callable[..., None]] = {
     "prunus prune": by_command,
     "folder": partial(in_python, is_loaded=False),
     "module": partial(in_python, is_loaded=True),
+    THEIRS: by_llm_compressor,
 }
 
 
@@ -188,6 +237,8 @@ def call_alone(call: Call, way: str, *what: str) -> None:
     import accelerate  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
+    if way == THEIRS:
+        import llmcompressor  # noqa: F401
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     began, cpu = time.perf_counter(), time.process_time()
