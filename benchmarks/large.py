@@ -55,7 +55,7 @@ class Large(Benchmark):
     length: int = 256  # tokens of each
     memory: str = "none"  # limit for activations of a repair, as 400MB
     tokens: Path | None = None  # file of 16-bit tokens, below 512 for random blocks; by default random ones
-    ranks: int = 1  # processes that divide a repair of stories15M's shape; with 1 that is not measured
+    ranks: int = 1  # processes that divide a repair of the folder or of stories15M's shape; 1: it is not measured
 
     def measure(self) -> Measured:
         settings: dict[str, Any] = {"dtype": "float32", "sparsity": SPARSITY}
@@ -68,8 +68,9 @@ class Large(Benchmark):
             np.save(tokens, random if self.tokens is None else np.fromfile(self.tokens, np.uint16)[:num])
             call = Call(str(tokens), self.windows, self.length, self.memory, self.threads)
             if self.ranks > 1:
-                settings |= {"weights": "6 blocks of stories15M's shape"}
-                return "large ranks", settings, measure_ranks(call, Path(place), self.ranks)
+                settings |= {"weights": self.folder.name if self.folder else "6 blocks of stories15M's shape"}
+                folder = self.folder or make_folder(Path(place, "folder"), STORIES15M, 6)
+                return "large ranks", settings, measure_ranks(call, folder, Path(place), self.ranks)
             if self.folder is not None:
                 settings |= {"weights": f"{self.work}, {self.folder.name}"}
                 return "large", settings, measure_folder(call, Path(place), self.work, self.folder, self.ways)
@@ -162,9 +163,9 @@ def measure_memory(
     return list(measured.values())
 
 
-def measure_ranks(call: Call, place: Path, ranks: int) -> list[Row]:
+def measure_ranks(call: Call, folder: Path, place: Path, ranks: int) -> list[Row]:
     """One process and several, a thread each; the CPU seconds are those of the busiest."""
-    folder, rows = make_folder(place / "folder", STORIES15M, 6), []
+    rows: list[Row] = []
     for num in (1, ranks):
         each = call.run("folder", "repair", folder, place / f"out_{num}", num)
         row = {name: max(row[name] for row in each) for name in ("seconds", "cpu_seconds", "peak_mb")}
