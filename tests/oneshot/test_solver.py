@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from covering import each_once
+from reference import DRAWS, draw, keep_largest, same, some_dead
 
 from prunus import Global, NofM, PerLayer, PerRow
 from prunus.oneshot import gram as gram_module
@@ -330,6 +331,18 @@ def test_a_layer_with_nothing_to_prune_is_returned_bit_for_bit(dtype):
     assert all(torch.equal(untouched[name].weight, weights[name]) for name in weights)
     given = refine(weights, {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}, moments)
     assert all(torch.equal(given[name].weight, weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.97, 1.0])
+def test_the_largest_of_each_layer_stay_with_ties_and_dead_weights(kind, share):
+    scores = draw(kind, (1, 1), (13, 24), (5, 7))
+    for live in ({}, some_dead(scores), {name: torch.zeros_like(s, dtype=torch.bool) for name, s in scores.items()}):
+        num_drop = {name: round(share * score.numel()) for name, score in scores.items()}
+        found = keep_all_but(num_drop)(scores, live)
+        for name, score in scores.items():
+            expected = keep_largest({name: score}, num_drop[name], live)
+            assert same({name: found[name]}, expected)
 
 
 @pytest.mark.parametrize("num_drop", [(0, 0), (0, 1), (1, 383), (100, 0), (383, 200), (17, 191), (384, 384)])
