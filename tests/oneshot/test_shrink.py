@@ -193,11 +193,11 @@ def test_samples_and_weights_that_are_nan_are_named_and_not_the_class(how):
     before = state(model)
     inputs = model.get_input_embeddings()(text()["input_ids"]).detach()
     inputs[0, 1, 2] = math.nan
-    with pytest.raises(ValueError, match="gives NaN for .* sample; check that .*inputs and the model's weights"):
+    with pytest.raises(ValueError, match=r"gives NaN for .* sample; check that .*inputs and the model's weights"):
         shrink(model, [{"inputs_embeds": inputs}], **how)
     assert is_as_before(model, before)
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
-    with pytest.raises(ValueError, match="gives NaN for .* sample"):
+    with pytest.raises(ValueError, match=r"gives NaN for .* sample"):
         shrink(model, batches(), **how)
 
 
