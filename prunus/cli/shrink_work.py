@@ -127,6 +127,7 @@ def _figures(outcome: ShrinkOutcome) -> dict[str, Any]:
         layers.append({key: value for key, value in values.items() if key != "kept"})
     figures = {"rows": outcome.rows, "layers": layers, "removed": result.removed}
     figures |= {"experts": [asdict(layer) for layer in result.experts]} if result.experts else {}
+    figures |= {"dropped": result.dropped.names} if result.dropped else {}
     figures |= {"mixtures": [asdict(one) for one in result.mixtures]} if result.mixtures else {}
     figures |= {"speed": asdict(outcome.speed)} if outcome.speed else {}
     return figures | cost_figures(result.cost, outcome.recovery)

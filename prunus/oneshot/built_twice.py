@@ -73,7 +73,9 @@ def as_built(model: nn.Module, consequence: str) -> Any:
     """The model that its class builds from its configuration; ValueError where that is another one."""
     same = built(model, {}, "its own configuration")
     if name := unlike(model, same):
-        raise ValueError(f"{name} has not the shape that the model's config says; {consequence}")
+        is_shared = name in dict(model.named_parameters(remove_duplicate=False)) and name not in tensors_of(model)
+        what = "is shared with another layer" if is_shared else "has not the shape that the model's config says"
+        raise ValueError(f"{name} {what}; {consequence}")
     return same
 
 

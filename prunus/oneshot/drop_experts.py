@@ -73,7 +73,8 @@ def fewer_experts(model: nn.Module, fraction: float) -> FewerExperts:
     (num,) = counts
     num_left = num - (int(fraction) if fraction >= 1 else round(fraction * num))
     if not 0 < num_left < num:
-        raise ValueError(f"{fraction:g} of {num} experts per layer is {'none' if num_left else 'all'} of them")
+        words = "none of them; drop more" if num_left else "all of them; drop fewer"
+        raise ValueError(f"{fraction:g} of {num} experts per layer is {words}")
     same = as_built(model, "its experts cannot be dropped")
     less = built(model, dict.fromkeys(fields, num_left), f"{num_left} experts a layer")
     dims = _cut_dims(model, less, (num, num_left))

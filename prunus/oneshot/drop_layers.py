@@ -263,7 +263,16 @@ class _Choice:
                 self.distances.append(distance)
                 return
             reasons.append(f"{where[0]}.{where[1]}: {reason}")
+        if not any(map(math.isfinite, self._sums.values())) and self._is_nan():
+            problem = f"{type(self.calibration.model).__name__} gives NaN for a sample"
+            raise ValueError(f"{problem}; check that the inputs and the model's weights are finite")
         raise ValueError(f"no layer can be removed after {len(self.gone)}: {reasons[0]}")
+
+    def _is_nan(self) -> bool:
+        """Whether the outputs of the whole model are, for any sample."""
+        with self.calibration.open(), torch.no_grad():
+            chunks = self.calibration.samples.chunks(self.size)
+            return any(bool(self._output(self.calibration.batch(chunk)).isnan().any()) for chunk in chunks)
 
     def _pass(self, chunk: Chunk) -> list[tuple[Place, float]]:
         """For each block that may go next, how far the outputs are without it; passes start at that block."""

@@ -103,7 +103,7 @@ def check_batches(batches: Any) -> None:
         raise ValueError("batches must be an iterable of batches, got a single batch; put it into a list")
     if isinstance(batches, str) or not (isinstance(batches, Iterable) or hasattr(batches, "__getitem__")):
         problem = f"batches must be an iterable of batches, got {batches!r}"
-        raise ValueError(f"{problem}; pass the sparsity by name: prune(model, sparsity=0.5)")
+        raise ValueError(f"{problem}; give a list or a loader, and a number by name, such as sparsity=0.5 or size=0.7")
 
 
 def is_empty(batches: Any) -> bool:

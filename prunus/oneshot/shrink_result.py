@@ -81,8 +81,9 @@ class ShrinkResult(ChangedModel):
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that say what was tuned, and what was not tuned or solved."""
-        notes = self.level.tuning_notes()
+        """Sentences that say which layers went, what was tuned, and what was not tuned or solved."""
+        notes = [] if self.dropped is None else [f"Layers removed: {', '.join(self.dropped.names)}."]
+        notes += self.level.tuning_notes()
         if self.mixtures:
             tried = ", ".join(f"{one.distance:.4g} with {one.layers}" for one in self.mixtures)
             notes.append(f"Distance from the dense model, tuned, by the number of layers removed: {tried}.")

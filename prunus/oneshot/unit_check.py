@@ -49,13 +49,17 @@ class UnitCheck:
 
     @staticmethod
     def of(calibration: Calibration) -> "UnitCheck":
-        """On the first sample, of a configured model its first tokens; ValueError where the model cannot read it."""
+        """On the first sample, of a configured model its first tokens; ValueError where its outputs are no numbers."""
         with calibration.open(), eagerly():
             calibration.check_model()
         model, sample = calibration.model, calibration.samples.tree(Chunk(0, 0, 1))
         if hasattr(model, "config") and num_tokens(sample) > NUM_TOKENS:  # others may read one length alone
             sample = shortened(sample, NUM_TOKENS)
-        return UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
+        check = UnitCheck(model, sample, calibration.offload.device if calibration.offload else None)
+        if any(bool(output.isnan().any()) for output in check._traces([])[""]):
+            problem = f"{type(model).__name__} gives NaN for the first sample"
+            raise ValueError(f"{problem}; check that its inputs and the model's weights are finite")
+        return check
 
     def fault(self, gone: Gone, numbers: Sequence[Number], less: nn.Module | None = None) -> str:
         """What is wrong without the units ``gone``, beside ``less``, as the class builds it; empty if nothing is."""

@@ -117,7 +117,7 @@ class Widths:
         if num_now <= most:
             return {}
         if not any(self.nums.values()):
-            raise ValueError(" ".join(self.plan.reasons.values()))
+            raise ValueError(". ".join(self.plan.reasons.values()))
         found = {} if wanted.keeps_heads else self.nums["heads"]
         heads = {}
         for field, num in found.items():  # the smallest number that is not below the share: neurons go instead
@@ -136,8 +136,9 @@ class Widths:
         at = bisect_right(shares, most, key=lambda share: self.num_weights(left(share)))
         if at == 0 or min(left(shares[at - 1]).values()) < 1:
             unit = "neuron" if self.nums["neurons"] else "head group"
-            now = f"{self.num_weights(left(0.0)):,} of {num_now:,} weights would still be left"
-            problem = f"size={wanted.size:g} leaves no {unit}: without any, {now}, but only {int(most):,} may be"
+            least = next(share for share in shares if min(left(share).values()) >= 1)
+            now = f"with the fewest that can stay, {self.num_weights(left(least)):,} of {num_now:,} weights are left"
+            problem = f"size={wanted.size:g} leaves no {unit}: {now}, but only {int(most):,} may be"
             raise ValueError(f"{problem}; give a larger size, or also layers= or experts=")
         return left(shares[at - 1])
 

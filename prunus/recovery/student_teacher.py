@@ -72,6 +72,8 @@ def learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn
     check_patterns(globs, named)
     dtypes = {parameter: parameter.dtype for parameter in named.values()}
     wrapping = {name: vars(student).get(name) for name in OF_ACCELERATE}
+    fields = getattr(getattr(student, "config", None), "__dict__", {})
+    use_cache = {key: fields[key] for key in ("use_cache",) if key in fields}
     with modes_kept(student):
         try:
             for name, parameter in named.items():
@@ -81,6 +83,8 @@ def learning(student: nn.Module, train: str | Sequence[str]) -> Iterator[dict[nn
                     parameter.data = parameter.data.float()
             yield dtypes
         finally:
+            fields.pop("use_cache", None)  # which the Trainer sets to False, and a folder would say
+            fields.update(use_cache)
             for name, value in wrapping.items():
                 vars(student).pop(name, None)
                 if value is not None:

@@ -122,8 +122,10 @@ def test_the_folder_is_complete_and_at_most_as_large_as_was_asked_for(shrunk):
     ids=" ".join,
 )
 def test_fractions_and_numbers_say_what_goes(made, options, numbers, tmp_path, capsys):
-    shrink(made, tmp_path / "out", *options)
-    assert " 0.00 GiB" not in capsys.readouterr().out  # of memory that nobody measured
+    result, said = shrink(made, tmp_path / "out", *options), capsys.readouterr().out
+    assert " 0.00 GiB" not in said  # of memory that nobody measured
+    assert ("dropped" in result) == ("--layers" in options) == ("Layers removed: model.layers." in said)
+    assert all(name in said for name in result.get("dropped", []))
     assert_complete(tmp_path / "out", numbers)
 
 

@@ -332,7 +332,8 @@ def test_the_check_finds_no_fault_in_right_units_and_one_in_others():
     assert fault_of(model, x, without_rows)
     with torch.no_grad():
         model.first.weight[3] = torch.nan
-    assert fault_of(model, x, one_layer(12, "first", "last"))
+    with pytest.raises(ValueError, match="Between gives NaN for the first sample"):
+        fault_of(model, x, one_layer(12, "first", "last"))
 
 
 def test_a_forward_may_refuse_its_shapes_in_any_way():

@@ -1,6 +1,7 @@
 """A shrunk model is an ordinary smaller one: exact numbers, the outputs of what stays, and the dense model again."""
 
 import math
+import re
 from copy import deepcopy
 
 import pytest
@@ -184,6 +185,40 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_nothing_changes(how, lin
         shrink(model, batches(), **how)
     assert line in str(error.value) and "\n" not in str(error.value)
     assert is_as_before(model, before)
+
+
+@pytest.mark.parametrize("how", [{"size": 0.7}, {"heads": 1}, {"layers": 1}], ids=str)
+def test_samples_and_weights_that_are_nan_are_named_and_not_the_class(how):
+    model = llama()
+    before = state(model)
+    inputs = model.get_input_embeddings()(text()["input_ids"]).detach()
+    inputs[0, 1, 2] = math.nan
+    with pytest.raises(ValueError, match=r"gives NaN for .* sample; check that .*inputs and the model's weights"):
+        shrink(model, [{"inputs_embeds": inputs}], **how)
+    assert is_as_before(model, before)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"gives NaN for .* sample"):
+        shrink(model, batches(), **how)
+
+
+def test_a_shared_weight_is_called_that():
+    model = llama()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate_proj\.weight is shared with another layer"):
+        shrink(model, batches(), neurons=0.25)
+
+
+def test_what_is_no_batches_is_refused_in_words_of_shrink():
+    with pytest.raises(ValueError, match=r"got 0\.7; give a list or a loader, and a number by name, .* size=0\.7"):
+        shrink(llama(), 0.7, neurons=1)
+
+
+def test_a_size_that_leaves_no_unit_says_what_the_fewest_take():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    with pytest.raises(ValueError, match="leaves no neuron: with the fewest that can stay") as error:
+        shrink(model, [torch.randn(32, 8)], size=0.02)
+    least, total, most = re.findall(r"\d+", re.sub(",", "", str(error.value).partition("stay")[2]))
+    assert (total, most) == ("1664", "33") and 33 < int(least) < 1664
 
 
 def test_a_class_that_ties_heads_to_its_width_says_so_and_names_what_can_go():

@@ -48,12 +48,14 @@ def test_the_teacher_does_not_change_and_nothing_else_does(teacher):
     student.train()
     student.lm_head.weight.requires_grad_(False)
     random, flags = torch.get_rng_state(), {name: p.requires_grad for name, p in student.named_parameters()}
+    config = student.config.to_dict()
     recover(student, teacher, sequences(6), steps=2, progress=False)
     assert are_equal(bits_of(teacher), before) and not teacher.training
     assert all(p.requires_grad and p.grad is None for p in teacher.parameters())
     assert all(module.training for module in student.modules())
     assert {name: p.requires_grad for name, p in student.named_parameters()} == flags
     assert all(p.grad is None for p in student.parameters()) and torch.equal(torch.get_rng_state(), random)
+    assert student.config.to_dict() == config  # the Trainer turns use_cache off
 
 
 def test_prune_gives_the_teacher_and_refuses_to_undo_what_was_trained(teacher):
