@@ -144,6 +144,8 @@ def _print_result(outcome: ShrinkOutcome, *, every_layer: bool) -> None:
         console.print(_experts(result.experts, every_one=every_layer))
     console.print(_models(outcome))
     print(*result.notes)
+    if zeros := outcome.rows["dense"]["sparsity"]:
+        print(f"{zeros:.4%} of the weights were zero before; they are zero still where their units stay.")
 
 
 def _sizes(outcome: ShrinkOutcome) -> Table:
@@ -166,7 +168,7 @@ def _layers(layers: Sequence[ShrunkLayer], *, every_one: bool) -> Table:
         errors = ("" if error is None else f"{error:.4f}" for error in (layer.mask_error, layer.error))
         units = {"heads": "head groups"}.get(layer.kind, layer.kind)
         rows.append((layer.name, units, f"{len(layer.kept):,} of {layer.num:,}", *errors))
-    headings = ("layer", "units", "kept", "error before solving", "after")
+    headings = ("layer", "units", "kept", "error before solving", "error after solving")
     return table_of(f"relative error of the outputs of {which}", headings, rows)
 
 
@@ -190,7 +192,12 @@ def _experts(layers: Sequence[ExpertLayer], *, every_one: bool) -> Table:
 def _models(outcome: ShrinkOutcome) -> Table:
     metric, has_zeros = outcome.model.metric, any(row["sparsity"] for row in outcome.rows.values())
     rows = [
-        (name, f"{row['parameters']:,}", *([f"{row['sparsity']:.4%}"] if has_zeros else []), f"{row[metric]:.4f}")
+        (
+            "as it came" if name == "dense" and row["sparsity"] else name,
+            f"{row['parameters']:,}",
+            *([f"{row['sparsity']:.4%}"] if has_zeros else []),
+            f"{row[metric]:.4f}",
+        )
         for name, row in outcome.rows.items()
     ]
     return table_of("on held-out data", ("model", "parameters", *(["sparsity"] if has_zeros else []), metric), rows)

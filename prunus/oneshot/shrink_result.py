@@ -85,8 +85,8 @@ class ShrinkResult(ChangedModel):
         notes = [] if self.dropped is None else [f"Layers removed: {', '.join(self.dropped.names)}."]
         notes += self.level.tuning_notes()
         if self.mixtures:
-            tried = ", ".join(f"{one.distance:.4g} with {one.layers}" for one in self.mixtures)
-            notes.append(f"Distance from the dense model, tuned, by the number of layers removed: {tried}.")
+            tried = ", ".join(f"{one.distance:.4g} with {one.layers} layers removed" for one in self.mixtures)
+            notes.append(f"Mixtures tried, by their distance from the dense model after a short tuning: {tried}.")
         if unsolved := [name for name, repair in self.level.repairs.items() if repair.not_repaired]:
             notes.append(f"Not solved, as no sample reached them: {len(unsolved)} layers, {unsolved[0]} first.")
         return notes + self.level.not_tuned

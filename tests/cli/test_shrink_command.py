@@ -111,6 +111,24 @@ def test_the_folder_is_complete_and_at_most_as_large_as_was_asked_for(shrunk):
     assert list(result["rows"]) == ["dense", "solved"] and result["rows"]["solved"]["sparsity"] == 0.0
 
 
+def test_zeros_of_a_model_that_was_pruned_are_counted_and_stay(made, shrunk, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    assert "were zero before" not in shrunk[1]
+    zeros = shutil.copytree(made / "dense", tmp_path / "zeros")
+    model = AutoModelForCausalLM.from_pretrained(zeros)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data[::2] = 0
+    model.save_pretrained(zeros)
+    run("shrink", zeros, "--text", made / "corpus.txt", *FAST, "--heads", "1", "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "as it came" in said and "of the weights were zero before; they are zero still" in said
+    smaller = tensors_of(tmp_path / "out")
+    for number in range(SIZES["num_hidden_layers"]):
+        kept = smaller[f"model.layers.{number}.self_attn.o_proj.weight"]  # solved anew
+        assert not kept[::2].any() and kept[1::2].all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "numbers"),
