@@ -72,7 +72,7 @@ class Plan:
         if self.lr is not None:
             return "given"
         if not self.trial_steps:
-            return f"the default: {self.steps} steps are too few for trials, which take {LEAST_STEPS}"
+            return f"the default, since {self.steps} steps are too few for trials, which take {LEAST_STEPS}"
         rates = self.rates
         if len(self.results) < len(rates):
             return f"that of trial {len(self.results) + 1} of {len(rates)}, in which the batches ended"

@@ -72,7 +72,8 @@ def read_token_file(
 
 def text_tokenizer(text: Path, folder: Path, gguf_file: str | None) -> Any:
     if (tokenizer := tokenizer_of(folder, gguf_file)) is None:
-        raise ValueError(f"{folder} has no tokenizer that transformers reads; give {text} as tokens")
+        problem = f"{folder} has no tokenizer that transformers reads"
+        raise ValueError(f"{problem}; make tokens of {text} yourself, and give them with --tokens")
     return tokenizer
 
 
