@@ -8,7 +8,7 @@ COMMANDS = {  # module and class, what the command does
     "select": ("select:Select", "finding masks"),
     "step": ("step:StepCost", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
     "train": ("step:Train", "whole training steps of GPT-2 124M"),
-    "divergence": ("divergence:Divergence", "the loss of distillation from hidden states, forward and backward"),
+    "divergence": ("recover_step:Divergence", "the loss of distillation from hidden states, forward and backward"),
     "export": ("export:Export", "the small file form"),
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "decode": ("decode:Decode", "text from a pruned model, by our decoder and by model.generate"),

@@ -17,10 +17,9 @@ from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.level import Level
-from prunus.oneshot.method import Method
+from prunus.oneshot.options import Method
 from prunus.oneshot.originals import Originals
-from prunus.oneshot.probe.decide import is_allowed
-from prunus.oneshot.probe.prober import ProbeSchedule
+from prunus.oneshot.probe.prober import ProbeSchedule, is_allowed
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores
 from prunus.ops import bits
@@ -28,8 +27,7 @@ from prunus.ops.lazy import Lazy
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .study import StudyFile
-from .study_data import image_model
+from .study import StudyFile, image_model
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),

@@ -32,7 +32,7 @@ from prunus.trained.quality import held_out_windows, metric_of
 from prunus.trained.run_code import CONFINEMENT, check_confinement
 
 from .benchmark import Row
-from .bits_forms import FORMS, PEERS, quantised, stored_bits
+from .bits_study import FORMS, PEERS, quantised, stored_bits
 from .decode import PROMPT, decoder_of, step_times
 from .repair_study import started, zeros
 from .study import Learning, LearningStudy, SeedCase

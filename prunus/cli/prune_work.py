@@ -16,7 +16,7 @@ from ..oneshot import Probe, Repair, prune
 from ..oneshot.by_block import LIMITS
 from ..oneshot.calibration import Calibration
 from ..oneshot.disk_offload import disk_offload_of
-from ..oneshot.forecast import FirstBlock, FirstBlockDone, in_units, needs_of
+from ..oneshot.model_folder import FirstBlock, FirstBlockDone, in_units, needs_of
 from ..oneshot.originals import Originals
 from ..oneshot.resources import Cost, free_bytes
 from ..select import Global, NofM, PerLayer, PerRow, Selector

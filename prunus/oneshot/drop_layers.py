@@ -22,7 +22,7 @@ from .progress import Progress
 from .resources import FAILURES, is_out_of_memory, reason_of
 from .samples import Chunk, Samples, Stack, Tree, mask_of, num_tokens, rows, shortened
 from .shared_work import agreed, same
-from .widths import num_removed
+from .units import num_removed
 
 NUM_SAMPLES = 16  # that decide
 SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass

@@ -12,7 +12,7 @@ from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
 from ..ops import bits
 from .disk_offload import DiskOffload
 from .originals import Originals
-from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
+from .probe.prober import Ratios, Tau, check_tau, is_allowed, taus
 from .resources import Cost
 from .step import LayerRepair
 from .tune import Tuned

@@ -21,14 +21,13 @@ from .calibration import Calibration, Patterns
 from .journal import Folder, Journal
 from .level import Level, level_of
 from .loop import Loop
-from .method import Method, ScoreLike
 from .model_folder import changed_folder
-from .options import Repair
+from .options import Method, Repair, ScoreLike
 from .probe.objective import Loss
 from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
 from .quantize import check_finite, checked_grid, quantize_level_, without_grid
-from .quantize_step import Nearest, Quantize
+from .quantizer import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores

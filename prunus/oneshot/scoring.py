@@ -18,8 +18,8 @@ from ..select import Selector, Shape
 from ..statistics import score_of
 from .calibration import Calibration
 from .journal import fingerprint
-from .method import Method, ScoreLike
 from .norms import input_norms
+from .options import Method, ScoreLike
 from .probe.engine import Engine
 from .probe.objective import Objective
 from .resources import release

@@ -37,8 +37,7 @@ from .shrink_step import Shrink
 from .step import Change, Layers
 from .structured import UnitScore
 from .unit_check import UnitCheck
-from .units import Plan, UnitLayer
-from .widths import Removed, Wanted, Widths
+from .units import Plan, Removed, UnitLayer, Wanted, Widths
 
 MIXTURES = 3  # of depth and width that are tried, beside width alone
 SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them

@@ -20,6 +20,7 @@ from ..files.writer import WritePlan, write
 from ..grids import on_grids
 from ..ranks import is_dtensor
 from .result import Recovery
+from .teacher import narrowed
 
 FIGURES = "recovery.json"
 
@@ -84,12 +85,6 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
 def dtype_of(model: nn.Module) -> Any:
     """What its configuration says: sharded weights stay in float32, in which they learned."""
     return getattr(getattr(model, "config", None), "dtype", None)
-
-
-def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a dtype of 16 bits; what is not zero stays so."""
-    narrow = values.to(dtype, copy=True)
-    return narrow.masked_fill_((narrow == 0) & (values != 0), torch.finfo(dtype).tiny)
 
 
 def _facts(
