@@ -25,7 +25,7 @@ from prunus.oneshot.cuts import Cuts
 from prunus.oneshot.forward import frozen, outputs
 from prunus.oneshot.shrink import Shrinking, Split, Targets, plan_of, shrink
 from prunus.oneshot.shrink_result import ShrinkResult
-from prunus.oneshot.structured import UNIT_SCORES, RandomScore
+from prunus.oneshot.shrink_step import UNIT_SCORES, RandomScore
 from prunus.oneshot.units import Wanted, Widths
 from prunus.trained.data import tokenizer_of
 

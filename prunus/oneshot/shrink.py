@@ -33,9 +33,8 @@ from .resources import Cost, Peak
 from .samples import check_batches
 from .shared_work import RankGroup, agreed, all_of, joined, silent
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
-from .shrink_step import Shrink
+from .shrink_step import Shrink, UnitScore
 from .step import Change, Layers
-from .structured import UnitScore
 from .unit_check import UnitCheck
 from .units import Plan, Removed, UnitLayer, Wanted, Widths
 

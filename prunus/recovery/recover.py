@@ -15,13 +15,11 @@ from torch import nn
 from ..eligible import unwrapped_model
 from ..oneshot.progress import Progress, progress_line
 from ..ranks import local
-from .folder import write_recovered
+from .folder import last_checkpoint, settings_of, without_empty_folders, write_recovered
 from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
-from .plan import Plan
+from .plan import HELD_OUT, Batches, Plan, Steps, random_kept
 from .result import Recovery
-from .resuming import last_checkpoint, settings_of, without_empty_folders
-from .step_batches import HELD_OUT, Batches, Steps, random_kept
 from .teacher import Teacher, check_apart, check_values, compiled_blocks, learning, loaded, warn_if_whole
 
 if TYPE_CHECKING:
