@@ -10,8 +10,8 @@ from pathlib import Path
 from prunus.lab.study.tables import markdown_table
 from prunus.trained.problems import wilson
 
-from .benchmark import Record, Row, all_records
-from .figures import NOT_MEASURED, joined, origins_of
+from .benchmark import Record, Row
+from .figures import NOT_MEASURED, joined, origins_of, records_by_model
 from .programs_study import ARMS, BATCHES, WHAT
 
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
@@ -27,14 +27,6 @@ class ProgramsFigures:
 
     name: str
     records: Sequence[Record]
-
-    def __post_init__(self) -> None:
-        for record in self.records[1:]:
-            for key in SAME:
-                values = [each["settings"][key] for each in (self.records[0], record)]
-                if values[0] != values[1]:
-                    both = f"{self.records[0]['file']} and {record['file']}"
-                    raise ValueError(f"{both} differ in {key}: {values[0]} and {values[1]}; remove one of them")
 
     @cached_property
     def rows(self) -> Mapping[tuple[str, str], dict[int, Row]]:
@@ -116,9 +108,6 @@ class ProgramsFigures:
 
 def parts(folder: Path) -> dict[str, str]:
     """What the page shows between its marks."""
-    by_name: dict[str, list[Record]] = {MODEL: []}
-    for record in all_records(folder):
-        if record["what"] == WHAT and record["rows"]:
-            by_name.setdefault(record["settings"]["weights"], []).append(record)
+    by_name = {MODEL: []} | records_by_model(folder, WHAT, SAME)
     drawn = [ProgramsFigures(name, records) for name, records in by_name.items()]
     return {"table": "\n".join(one.section() if one.records else f"### {one.name}\n\n{one.table()}\n" for one in drawn)}

@@ -15,19 +15,7 @@ from torch.utils import _pytree as pytree
 from ..eligible import Weight
 from .forward import replaced
 from .resources import FAILURES
-from .samples import (
-    Chunk,
-    Pick,
-    Samples,
-    Tree,
-    copied,
-    copied_rows,
-    moved,
-    repeated,
-    room_for,
-    rows,
-    write_rows,
-)
+from .samples import Chunk, Pick, Samples, Tree, copied, copied_rows, moved, repeated, room_for, rows, write_rows
 from .spill import FileRows, Spill
 
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative

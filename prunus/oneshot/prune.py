@@ -319,12 +319,7 @@ def _allocation(
 
 
 def _change(
-    scores: Scores,
-    level: Level,
-    select: Selector,
-    sparsity: float,
-    masks: Packed | None,
-    state: Folder | None,
+    scores: Scores, level: Level, select: Selector, sparsity: float, masks: Packed | None, state: Folder | None
 ) -> None:
     """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
     calibration, repair = scores.calibration, scores.method.repair
