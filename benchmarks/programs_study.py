@@ -202,7 +202,8 @@ class MadeArm:
         folder = self.options.work / f"{self.name}_seed{self.seed}"
         facts, part = folder.with_name(f"{folder.name}.json"), folder.with_name(f".{folder.name}")
         settings = {"model": str(self.options.model), **self.options.settings(), "batch": self.options.batch}
-        settings = {name: settings[name] for name in ("model", "samples", "length", "dtype", *self._learning())}
+        learning = ("steps", "batch", "hard") if self.options._steps(self.name) else ()
+        settings = {name: settings[name] for name in ("model", "samples", "length", "dtype", *learning)}
         if folder.is_dir():
             if (before := read_json(facts)["settings"]) != settings:
                 raise ValueError(f"{folder} was made with {before}, not {settings}; give another --work")
@@ -213,9 +214,6 @@ class MadeArm:
         write_json(facts, {"settings": settings, "made": made})
         part.rename(folder)
         return folder
-
-    def _learning(self) -> tuple[str, ...]:
-        return ("steps", "batch", "hard") if self.options._steps(self.name) else ()
 
     def _make(self, out: Path) -> Row:
         """Write the model; says what that took."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .blocks import SAME, STUB, Stream, is_chain, is_near
+from .built_twice import FewerLayers, fewer_layers
 from .calibration import ROUNDING, Calibration
 from .cuts import Cuts
 from .distance import distance_of, output_of
-from .fewer_layers import FewerLayers, fewer_layers
 from .forward import arguments, outputs, replaced
 from .progress import Progress
 from .resources import FAILURES, is_out_of_memory, reason_of
@@ -162,8 +161,7 @@ class _Choice:
     """Measures which block goes next, given those that are gone."""
 
     def __init__(self, calibration: Calibration, plan: FewerLayers) -> None:
-        self.calibration, self.plan = copy(calibration), plan
-        vars(self.calibration)["samples"] = _few(calibration.samples, NUM_SAMPLES)
+        self.calibration, self.plan = calibration.with_samples(_few(calibration.samples, NUM_SAMPLES)), plan
         self.gone: list[Place] = []
         self.distances: list[float] = []
         self._sums: dict[Place, float] = {}

@@ -31,9 +31,8 @@ from ..input_statistics import eagerly
 from ..ops.grid import Coded
 from ..ranks import Ranks
 from .blocks import Stream, blocks_of
-from .by_block import BY_BLOCK
 from .calibration import Calibration
-from .disk_offload import DiskOffload, disk_offload_of, nothing_like
+from .disk_offload import BY_BLOCK, DiskOffload, disk_offload_of, nothing_like
 from .forward import outputs
 from .samples import Chunk
 from .shared_work import agreed, of_first

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ..grids import on_grids
 from ..input_statistics import eagerly
 from ..ranks import Ranks
+from .built_twice import fewer_layers
 from .calibration import Calibration
 from .config_units import config_plan
 from .cuts import Cuts
 from .disk_offload import disk_offload_of
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import drop_layers_
-from .fewer_layers import fewer_layers
 from .forward import frozen
 from .journal import Folder, Journal
 from .layers import matrix_layout

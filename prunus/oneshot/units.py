@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 Kind = Literal["neurons", "heads"]
 Number = tuple[Any, str, Any]  # a module or configuration, its attribute, and the new value
+MISSING = object()  # the value of an attribute that there is not
 
 
 @dataclass(frozen=True, eq=False)
