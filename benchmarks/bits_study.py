@@ -8,7 +8,7 @@ records of one model become one table of ``bits.md``.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -24,7 +24,7 @@ from torch import nn
 from prunus.eligible import eligible
 from prunus.grids import check_on_grid, grid_of, on_grids
 from prunus.oneshot import quantize, quantizer
-from prunus.oneshot.originals import Originals
+from prunus.oneshot.forward import swapped
 from prunus.ops.grid import Grid
 from prunus.trained.model import TrainedModel
 
@@ -103,18 +103,10 @@ def stored_bits(model: nn.Module, has_mask: bool, others: Grid | None = None) ->
     return bits
 
 
-@contextmanager
-@torch.no_grad()
-def in_bfloat16(model: nn.Module) -> Iterator[nn.Module]:
+def in_bfloat16(model: nn.Module) -> AbstractContextManager[None]:
     """The weights of the blocks are rounded to bfloat16; afterwards they are as before."""
-    originals = Originals()
-    for weight in eligible(model).weights:
-        originals.save_all(weight.parameter)
-        weight.parameter.copy_(weight.parameter.bfloat16())
-    try:
-        yield model
-    finally:
-        originals.restore_()
+    weights = [weight.parameter for weight in eligible(model).weights]
+    return swapped({weight: weight.data.bfloat16().to(weight.dtype) for weight in weights})
 
 
 @torch.no_grad()
@@ -269,8 +261,8 @@ class Quantising:
 
     def rows(self, model: Learning, forms: Sequence[str], cost: Row) -> Iterator[Row]:
         begun = time.perf_counter()
-        with in_bfloat16(self.trained.model) as sixteen:
-            yield cost | self._figures(sixteen, model) | {"elapsed": time.perf_counter() - begun}
+        with in_bfloat16(self.trained.model):
+            yield cost | self._figures(self.trained.model, model) | {"elapsed": time.perf_counter() - begun}
         for name in forms:
             form, begun = FORMS[name], time.perf_counter()
             if form.peer and not (find_spec(form.peer) and hasattr(self.trained.model, "config")):

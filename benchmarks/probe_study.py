@@ -16,9 +16,9 @@ from prunus import Global, PerLayer, PerRow
 from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.forward import swapped
 from prunus.oneshot.level import Level
 from prunus.oneshot.options import Method
-from prunus.oneshot.originals import Originals
 from prunus.oneshot.probe.prober import ProbeSchedule, is_allowed
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores
@@ -274,11 +274,12 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
 @contextmanager
 def pruned_by(scores: Scores, masks: Masks) -> Iterator[float]:
     """The model, pruned by masks for a while, and its sparsity."""
-    originals = Originals()
+    pruned = {}
+    for name, mask in masks.items():
+        weight = scores.weights[name].parameter
+        pruned[weight] = weight.data.masked_fill(~mask.to(weight.device), 0.0)
     try:
-        for name, mask in masks.items():
-            originals.prune_(scores.weights[name].parameter, ~mask)
-        yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
+        with swapped(pruned):
+            yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
-        originals.restore_()
         scores.changed()

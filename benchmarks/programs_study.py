@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import replace as changed_options
 from functools import cached_property
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunus.cli.answering import Answers, Chat, ask, chat_tokenizer, settings_of
 from prunus.export.huggingface import load_model
 from prunus.files.json_file import read_json, strict_json, write_json
 from prunus.lab.profile.measure import bytes_held
+from prunus.oneshot.forward import swapped
 from prunus.ops.machine import device_of
 from prunus.sparse.decoder import MOST_SEQUENCES
 from prunus.sparse.load import load_packed
@@ -161,19 +162,6 @@ class ProgramsStudy(LearningStudy):
         return f"{row['zeros']:,} zeros"
 
 
-@contextmanager
-def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Another dtype for a while; then what was changed before can still be undone."""
-    homes = {parameter: parameter.data for parameter in model.parameters()}
-    try:
-        for parameter in homes:
-            parameter.data = parameter.data.to(dtype)
-        yield
-    finally:
-        for parameter, home in homes.items():
-            parameter.data = home
-
-
 @dataclass
 class MadeArm:
     """An arm of one seed: its folder, and the model in it."""
@@ -237,7 +225,8 @@ class MadeArm:
             if learns:
                 learning = case.recovered(trained.model, run, hard=options.hard, has_teacher=arm.has_teacher)
                 facts |= stack.enter_context(learning).figures()
-            with parameters_in(trained.model, getattr(torch, options.dtype)):
+            dtype = getattr(torch, options.dtype)  # for a while: what was changed before can still be undone
+            with swapped({parameter: parameter.data.to(dtype) for parameter in trained.model.parameters()}):
                 trained.save(out, small=True)
         return facts
 

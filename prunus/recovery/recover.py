@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ..eligible import unwrapped_model
+from ..files.lock import without_empty_folders
 from ..oneshot.progress import Progress, progress_line
 from ..ranks import local
-from .folder import last_checkpoint, settings_of, without_empty_folders, write_recovered
+from .folder import last_checkpoint, settings_of, write_recovered
 from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
 from .plan import HELD_OUT, Batches, Plan, Steps, random_kept
