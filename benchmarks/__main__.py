@@ -8,7 +8,7 @@ COMMANDS = {  # module and class, what the command does
     "select": ("select:Select", "finding masks"),
     "step": ("step:StepCost", "keeping masks: a training step on a CPU, the optimizer's step on a GPU"),
     "train": ("step:Train", "whole training steps of GPT-2 124M"),
-    "divergence": ("divergence:Divergence", "the loss of distillation from hidden states, forward and backward"),
+    "divergence": ("recover_step:Divergence", "the loss of distillation from hidden states, forward and backward"),
     "export": ("export:Export", "the small file form"),
     "matvec": ("matvec:Matvec", "products with a pruned weight"),
     "decode": ("decode:Decode", "text from a pruned model, by our decoder and by model.generate"),
@@ -25,10 +25,7 @@ COMMANDS = {  # module and class, what the command does
     "shrink-time": ("costs:ShrinkTime", "shrinking: time and memory on a random model of Llama-2-7B's shape"),
     "shrink-speed": ("decode:ShrunkSpeed", "text from a shrunk model of 1 B weights beside the dense one"),
     "bits-study": ("bits_study:BitsQuality", "quality over bits a weight: dense, sparse and smaller models, quantised"),
-    "programs-text": (
-        "programs_text:ProgramsText",
-        "text for programs-study: Python source, and answers of the model",
-    ),
+    "programs-text": ("programs_text:ProgramsText", "text for programs-study: Python source, and answers of the model"),
     "programs-study": (
         "programs_study:ProgramsStudy",
         "a model that writes programs, made smaller: HumanEval, perplexity, bytes and speed",
@@ -38,10 +35,7 @@ COMMANDS = {  # module and class, what the command does
     "distributed": ("distributed:Distributed", "1, 2 and 4 ranks on a CPU; on a GPU one rank beside none"),
     "lora": ("small_models:Lora", "what masks cost a merge of LoRA adapters"),
     "wanda": ("wanda:Wanda", "one-shot WANDA beside llmcompressor's, in an environment that has both"),
-    "page": (
-        "page:Page",
-        "pages of docs/evidence, tables of bits.md, experts.md and distributed.md, from all results",
-    ),
+    "page": ("page:Page", "pages of docs/evidence, tables of bits.md, experts.md and distributed.md, from all results"),
     "pictures": ("pictures:Pictures", "docs/pictures and the figures of README.md from all results"),
     "reference": ("reference:Reference", "docs/reference.md from the docstrings"),
     "evidence": ("probe:Evidence", "does the gradient probe help? the study behind docs/evidence/probe.md"),

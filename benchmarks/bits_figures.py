@@ -8,8 +8,7 @@ from pathlib import Path
 
 from prunus.lab.study.tables import markdown_table
 
-from .bits_forms import FORMS, OURS
-from .bits_study import WAYS, WHAT
+from .bits_study import FORMS, OURS, WAYS, WHAT
 from .figures import (
     NOT_MEASURED,
     NOTHING,

@@ -7,7 +7,7 @@ from pathlib import Path
 from prunus.plot import Axes, Figure
 
 from .bits_figures import ORDER, SHRUNK, SPARSE, USABLE, Arm, BitsFigures, percent, read_figures
-from .bits_forms import GROUPS
+from .bits_study import GROUPS
 from .drawing import INK, MOSS, PLUM, SAND, SLATE, SMALL, SOFT, new_axes, new_figure
 from .recover_figures import read_figures as read_recovered
 from .shrink_figures import LEARNED

@@ -5,27 +5,154 @@ codes and scales) over the weights that the blocks of the dense model have. A re
 records of one model become one table of ``bits.md``.
 """
 
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
+import torch
 from torch import nn
 
 from prunus.eligible import eligible
-from prunus.grids import check_on_grid, on_grids
+from prunus.grids import check_on_grid, grid_of, on_grids
+from prunus.oneshot import quantize, quantizer
+from prunus.oneshot.forward import swapped
+from prunus.ops.grid import Grid
 from prunus.trained.model import TrainedModel
 
 from .benchmark import Row
-from .bits_forms import FORMS, Form, in_bfloat16, quantised, stored_bits
 from .clocks import timed
 from .repair_study import changed, started
 from .study import Learning, LearningStudy, SeedCase
+from .wanda import their_oneshot
+
+OURS, GPTQ, NEAREST = "GPTQ and descent", "GPTQ", "nearest"  # how weights are rounded
+GROUPS = {8: 128, 4: 128, 3: 64, 2: 64}  # bits: columns that share a scale
+SCALE_BITS = PLAIN_BITS = 16  # of a scale, and of a weight that has no code
+
+
+@dataclass(frozen=True)
+class Form:
+    """How weights are stored: codes of ``bits`` bits, and a scale for ``group`` columns of a row."""
+
+    bits: int
+    group: int = 128
+    rounding: str = OURS
+    learns: bool = False  # the scales, afterwards
+    peer: str = ""  # the package that quantises in our place
+    together: bool = False  # with pruning, layer by layer, by prune(bits=)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.bits, self.group)
+
+
+FORMS: dict[str, Form] = {
+    **{f"{bits}": Form(bits, group) for bits, group in GROUPS.items()},
+    **{f"{bits}-gptq": Form(bits, group, GPTQ) for bits, group in GROUPS.items()},
+    **{f"{bits}-nearest": Form(bits, group, NEAREST) for bits, group in GROUPS.items()},
+    "3-128": Form(3),
+    "4-32": Form(4, 32, f"{OURS}, groups of 32"),
+    "4-32-nearest": Form(4, 32, f"{NEAREST}, groups of 32"),
+    **{f"{bits}-together": Form(bits, rounding=f"{OURS}, while pruning", together=True) for bits in (8, 4, 3)},
+    "4-scales": Form(4, rounding=f"{OURS}, scales recovered", learns=True),
+    "4-llmcompressor": Form(4, 32, "GPTQ of llm-compressor, groups of 32", peer="llmcompressor"),
+    **{f"{bits}-torchao": Form(bits, rounding="nearest of torchao", peer="torchao") for bits in (8, 4)},
+}
+
+
+@contextmanager
+def quantised(
+    model: nn.Module, batches: Sequence[Any], form: Form, has_mask: bool
+) -> Iterator[tuple[nn.Module, float]]:
+    """The model in a form, or a copy by another package, and the seconds that it took; afterwards it is as before."""
+    device = next(model.parameters()).device
+    if form.peer:
+        seconds, theirs = timed(lambda: PEERS[form.peer](deepcopy(model), batches, form), device)
+        yield theirs, seconds
+        return
+    read = [] if form.rounding.startswith(NEAREST) else batches
+    plain = mock.patch.object(quantizer, "descended", lambda weight, values, scales, *rest: (values, scales))
+    with plain if form.rounding == GPTQ else nullcontext():  # without the descent that follows GPTQ
+        seconds, undo = timed(lambda: quantize_model(model, read, form.grid, has_mask), device)
+    try:
+        yield model, seconds
+    finally:
+        undo()
+
+
+def stored_bits(model: nn.Module, has_mask: bool, others: Grid | None = None) -> dict[str, int]:
+    """What the weights of the blocks take in a file; ``others`` is the grid of weights for which none is noted."""
+    bits = {"kept": 0, "mask_bits": 0, "code_bits": 0, "scale_bits": 0}
+    for weight in eligible(model).weights:
+        num, on_grid = weight.parameter.numel(), grid_of(weight.module, weight.name.rpartition(".")[2])
+        kept = int(weight.parameter.count_nonzero()) if has_mask else num
+        grid = on_grid.grid if on_grid else others
+        bits["kept"] += kept
+        bits["mask_bits"] += num if has_mask else 0
+        bits["code_bits"] += kept * (grid.bits if grid else PLAIN_BITS)
+        bits["scale_bits"] += SCALE_BITS * math.prod(grid.scales_shape(weight.parameter.shape)) if grid else 0
+    return bits
+
+
+def in_bfloat16(model: nn.Module) -> AbstractContextManager[None]:
+    """The weights of the blocks are rounded to bfloat16; afterwards they are as before."""
+    weights = [weight.parameter for weight in eligible(model).weights]
+    return swapped({weight: weight.data.bfloat16().to(weight.dtype) for weight in weights})
+
+
+@torch.no_grad()
+def quantize_model(model: nn.Module, batches: Sequence[Any], grid: Grid, has_mask: bool) -> Callable[[], None]:
+    """Quantise the blocks in place, without batches to the nearest value; returns what undoes it.
+
+    Without a mask no zero can be stored: zeros become the smallest numbers, and get codes as others do.
+    """
+    weights = [weight.parameter for weight in eligible(model).weights]
+    zeros = [] if has_mask else [(weight, weight == 0) for weight in weights]
+    for weight, where in zeros:
+        weight[where] = torch.finfo(weight.dtype).tiny
+    result = quantize(model, batches, grid, progress=False)
+
+    @torch.no_grad()
+    def undo() -> None:
+        result.undo_()
+        for weight, where in zeros:
+            weight[where] = 0
+
+    return undo
+
+
+# Other packages
+
+
+def _by_llmcompressor(model: nn.Module, batches: Sequence[Any], form: Form) -> nn.Module:
+    # groups of 32 columns: it refuses rows that no group divides, and few models have a multiple of 128
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+    their_oneshot(model, batches[0], "GPTQModifier", **groups)
+    return model
+
+
+def _by_torchao(model: nn.Module, batches: Sequence[Any], form: Form) -> nn.Module:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    blocks = {id(weight.module) for weight in eligible(model).weights}
+    kind = getattr(torch, f"int{form.bits}")
+    config = IntxWeightOnlyConfig(weight_dtype=kind, granularity=PerGroup(form.group))
+    quantize_(model, config, filter_fn=lambda module, name: id(module) in blocks)
+    return model
+
+
+PEERS = {"llmcompressor": _by_llmcompressor, "torchao": _by_torchao}
+
 
 WHAT = "bits quality"
 
@@ -134,8 +261,8 @@ class Quantising:
 
     def rows(self, model: Learning, forms: Sequence[str], cost: Row) -> Iterator[Row]:
         begun = time.perf_counter()
-        with in_bfloat16(self.trained.model) as sixteen:
-            yield cost | self._figures(sixteen, model) | {"elapsed": time.perf_counter() - begun}
+        with in_bfloat16(self.trained.model):
+            yield cost | self._figures(self.trained.model, model) | {"elapsed": time.perf_counter() - begun}
         for name in forms:
             form, begun = FORMS[name], time.perf_counter()
             if form.peer and not (find_spec(form.peer) and hasattr(self.trained.model, "config")):

@@ -16,7 +16,7 @@ from torch import Tensor
 import prunus
 from prunus import prune, shrink
 from prunus.oneshot.changed import ChangedModel
-from prunus.oneshot.structured import cheapest
+from prunus.oneshot.shrink_step import cheapest
 from prunus.ops.machine import device_of
 from prunus.trained.model import ModelSource, load_trained
 

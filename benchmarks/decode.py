@@ -19,8 +19,8 @@ from torch import Tensor
 from prunus.grids import OnGrid, grid_of, put_on_grid_
 from prunus.lab.profile.measure import bytes_held
 from prunus.oneshot.shrink import Shrinking
-from prunus.oneshot.structured import UNIT_SCORES
-from prunus.oneshot.widths import Wanted
+from prunus.oneshot.shrink_step import UNIT_SCORES
+from prunus.oneshot.units import Wanted
 from prunus.ops.grid import Grid
 from prunus.ops.machine import device_of
 from prunus.sparse import Decoder, SparseLinear, sparsify_, unsparsify_

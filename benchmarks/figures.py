@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +143,12 @@ class ModelFigures:
 def figures_of(
     folder: Path, what: str, way_of: Callable[[Row], str] = lambda row: row["way"], order: Sequence[str] = MODELS
 ) -> list[ModelFigures]:
-    """A study, a model at a time; records of one model must have been made with the same data.
+    """A study, a model at a time.
 
     Of each way and level the runs with the most steps bear its name; that of the others is ``WAY, STEPS``.
     """
-    by_model: dict[str, list[Record]] = {}
-    for record in all_records(folder):
-        if record["what"] == what and record["rows"]:
-            by_model.setdefault(record["settings"]["weights"], []).append(record)
-    for name, records in by_model.items():
-        first = records[0]
-        for record in records[1:]:
-            for key in ("samples", "length", "held_out"):
-                values = [each["settings"].get(key) for each in (first, record)]
-                if values[0] != values[1]:
-                    differ = f"{first['file']} and {record['file']} differ in {key}: {values[0]} and {values[1]}"
-                    raise ValueError(f"{name}: {differ}; remove one of them")
+    by_model = records_by_model(folder, what, ("samples", "length", "held_out"))
+    for records in by_model.values():
         runs = [(row, way_of(row), row.get("steps", 0)) for record in records for row in record["rows"]]
         most: dict[tuple[str, str], int] = {}
         for row, way, steps in runs:
@@ -166,6 +157,21 @@ def figures_of(
             row["way"] = way if steps == most[way, row["level"]] else f"{way}, {steps}"
     names = sorted(by_model, key=lambda name: (order.index(name) if name in order else len(order), name))
     return [ModelFigures(name, by_model[name]) for name in names]
+
+
+def records_by_model(folder: Path, what: str, same: Sequence[str]) -> dict[str, list[Record]]:
+    """The records of a study; those of one model must have been made with the ``same`` settings."""
+    by_model: dict[str, list[Record]] = {}
+    for record in all_records(folder):
+        if record["what"] == what and record["rows"]:
+            by_model.setdefault(record["settings"]["weights"], []).append(record)
+    for name, (first, *others) in by_model.items():
+        for record, key in product(others, same):
+            values = [each["settings"].get(key) for each in (first, record)]
+            if values[0] != values[1]:
+                differ = f"{first['file']} and {record['file']} differ in {key}: {values[0]} and {values[1]}"
+                raise ValueError(f"{name}: {differ}; remove one of them")
+    return by_model
 
 
 def by_level(models: Sequence[ModelFigures]) -> list[tuple[ModelFigures, str]]:

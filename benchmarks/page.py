@@ -16,7 +16,7 @@ from . import (
 )
 from .benchmark import filled, newest_records
 
-MODULES = "decode divergence export large matvec prune recover_step select small_models step wanda"
+MODULES = "decode export large matvec prune recover_step select small_models step wanda"
 TABLES = {
     what: draw for name in MODULES.split() for what, draw in import_module(f".{name}", __package__).TABLES.items()
 }

@@ -16,11 +16,10 @@ from prunus import Global, PerLayer, PerRow
 from prunus.lab.tracking import environment
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.forward import swapped
 from prunus.oneshot.level import Level
-from prunus.oneshot.method import Method
-from prunus.oneshot.originals import Originals
-from prunus.oneshot.probe.decide import is_allowed
-from prunus.oneshot.probe.prober import ProbeSchedule
+from prunus.oneshot.options import Method
+from prunus.oneshot.probe.prober import ProbeSchedule, is_allowed
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores
 from prunus.ops import bits
@@ -28,8 +27,7 @@ from prunus.ops.lazy import Lazy
 from prunus.select import Selector
 from prunus.trained.model import ModelSource, TrainedModel, load_trained
 
-from .study import StudyFile
-from .study_data import image_model
+from .study import StudyFile, image_model
 
 STRATEGIES: dict[str, tuple[str, Selector]] = {
     "magnitude, global": ("magnitude", Global()),
@@ -276,11 +274,12 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
 @contextmanager
 def pruned_by(scores: Scores, masks: Masks) -> Iterator[float]:
     """The model, pruned by masks for a while, and its sparsity."""
-    originals = Originals()
+    pruned = {}
+    for name, mask in masks.items():
+        weight = scores.weights[name].parameter
+        pruned[weight] = weight.data.masked_fill(~mask.to(weight.device), 0.0)
     try:
-        for name, mask in masks.items():
-            originals.prune_(scores.weights[name].parameter, ~mask)
-        yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
+        with swapped(pruned):
+            yield sum(int((~mask).sum()) for mask in masks.values()) / sum(mask.numel() for mask in masks.values())
     finally:
-        originals.restore_()
         scores.changed()

@@ -2,16 +2,14 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from prunus.lab.study.tables import markdown_table
 from prunus.trained.problems import wilson
 
-from .benchmark import Record, Row, all_records
-from .figures import NOT_MEASURED, joined, origins_of
+from .benchmark import Row
+from .figures import NOT_MEASURED, ModelFigures, joined, origins_of, records_by_model
 from .programs_study import ARMS, BATCHES, WHAT
 
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
@@ -25,26 +23,10 @@ FEW = 4  # reasons of failure that are listed
 class ProgramsFigures:
     """All records of one model; of several figures of one arm, measure and seed the newest counts."""
 
-    name: str
-    records: Sequence[Record]
-
-    def __post_init__(self) -> None:
-        for record in self.records[1:]:
-            for key in SAME:
-                values = [each["settings"][key] for each in (self.records[0], record)]
-                if values[0] != values[1]:
-                    both = f"{self.records[0]['file']} and {record['file']}"
-                    raise ValueError(f"{both} differ in {key}: {values[0]} and {values[1]}; remove one of them")
-
-    @cached_property
-    def rows(self) -> Mapping[tuple[str, str], dict[int, Row]]:
-        rows: dict[tuple[str, str], dict[int, Row]] = {}
-        for row in (row for record in self.records for row in record["rows"]):
-            rows.setdefault((row["way"], row["level"]), {})[row["seed"]] = row
-        return rows
+    figures: ModelFigures  # a way is an arm, a level a measure
 
     def of(self, arm: str, measure: str) -> list[Row]:
-        return [*self.rows.get((arm, measure), {}).values()]
+        return [*self.figures.rows.get((arm, measure), {}).values()]
 
     def mean(self, arm: str, measure: str, key: str = "value") -> float | None:
         values = [row[key] for row in self.of(arm, measure)]
@@ -96,29 +78,27 @@ class ProgramsFigures:
         return [ARMS[arm].title, ", ".join(f"{name} {num}" for name, num in counts.most_common(FEW))]
 
     def section(self) -> str:
-        settings = self.records[0]["settings"]
-        learned = {row["steps"] for rows in self.rows.values() for row in rows.values() if row["steps"]}
+        settings = self.figures.settings
+        learned = {row["steps"] for row in self.figures.rows_of() if row["steps"]}
         about = f"{settings['about']}. " if settings["about"] else ""
         about += f"Calibrated on {settings['samples']} windows of {settings['length']} tokens; perplexity on at most "
         about += f"{settings['held_out']} held-out windows; answers of at most {settings['max_new_tokens']} tokens. "
         about += f"What learns takes {joined(learned, ',')} steps." if learned else "Nothing has learned yet."
         why = [self.failures(arm) for arm in ARMS if self.of(arm, "pass@1")]
         tables = [self.table(), *([markdown_table(["arm", "why programs failed"], why, words=(1,))] if why else [])]
-        return "\n\n".join([f"### {self.name}", about, origins_of(self.records), *tables]) + "\n"
+        return "\n\n".join([f"### {self.figures.name}", about, origins_of(self.figures.records), *tables]) + "\n"
 
     def table(self) -> str:
         """A line for each arm; of the model with goals also those that were not measured."""
-        wanted = {arm for arm, about in ARMS.items() if about.goal is not None and self.name == MODEL}
-        measured = {arm for arm, _ in self.rows}
+        wanted = {arm for arm, about in ARMS.items() if about.goal is not None and self.figures.name == MODEL}
+        measured = {arm for arm, _ in self.figures.rows}
         arms = [arm for arm in ARMS if arm in wanted | measured]
         return markdown_table(HEADINGS, [self.line(arm) for arm in arms], words=(4,))
 
 
 def parts(folder: Path) -> dict[str, str]:
     """What the page shows between its marks."""
-    by_name: dict[str, list[Record]] = {MODEL: []}
-    for record in all_records(folder):
-        if record["what"] == WHAT and record["rows"]:
-            by_name.setdefault(record["settings"]["weights"], []).append(record)
-    drawn = [ProgramsFigures(name, records) for name, records in by_name.items()]
-    return {"table": "\n".join(one.section() if one.records else f"### {one.name}\n\n{one.table()}\n" for one in drawn)}
+    by_name = {MODEL: []} | records_by_model(folder, WHAT, SAME)
+    drawn = [ProgramsFigures(ModelFigures(name, records)) for name, records in by_name.items()]
+    empty = f"### {MODEL}\n\n{drawn[0].table()}\n"
+    return {"table": "\n".join(one.section() if one.figures.records else empty for one in drawn)}

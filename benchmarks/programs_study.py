@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import replace as changed_options
 from functools import cached_property
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunus.cli.answering import Answers, Chat, ask, chat_tokenizer, settings_of
 from prunus.export.huggingface import load_model
 from prunus.files.json_file import read_json, strict_json, write_json
 from prunus.lab.profile.measure import bytes_held
+from prunus.oneshot.forward import swapped
 from prunus.ops.machine import device_of
 from prunus.sparse.decoder import MOST_SEQUENCES
 from prunus.sparse.load import load_packed
@@ -32,7 +33,7 @@ from prunus.trained.quality import held_out_windows, metric_of
 from prunus.trained.run_code import CONFINEMENT, check_confinement
 
 from .benchmark import Row
-from .bits_forms import FORMS, PEERS, quantised, stored_bits
+from .bits_study import FORMS, PEERS, quantised, stored_bits
 from .decode import PROMPT, decoder_of, step_times
 from .repair_study import started, zeros
 from .study import Learning, LearningStudy, SeedCase
@@ -161,19 +162,6 @@ class ProgramsStudy(LearningStudy):
         return f"{row['zeros']:,} zeros"
 
 
-@contextmanager
-def parameters_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Another dtype for a while; then what was changed before can still be undone."""
-    homes = {parameter: parameter.data for parameter in model.parameters()}
-    try:
-        for parameter in homes:
-            parameter.data = parameter.data.to(dtype)
-        yield
-    finally:
-        for parameter, home in homes.items():
-            parameter.data = home
-
-
 @dataclass
 class MadeArm:
     """An arm of one seed: its folder, and the model in it."""
@@ -202,7 +190,8 @@ class MadeArm:
         folder = self.options.work / f"{self.name}_seed{self.seed}"
         facts, part = folder.with_name(f"{folder.name}.json"), folder.with_name(f".{folder.name}")
         settings = {"model": str(self.options.model), **self.options.settings(), "batch": self.options.batch}
-        settings = {name: settings[name] for name in ("model", "samples", "length", "dtype", *self._learning())}
+        learning = ("steps", "batch", "hard") if self.options._steps(self.name) else ()
+        settings = {name: settings[name] for name in ("model", "samples", "length", "dtype", *learning)}
         if folder.is_dir():
             if (before := read_json(facts)["settings"]) != settings:
                 raise ValueError(f"{folder} was made with {before}, not {settings}; give another --work")
@@ -213,9 +202,6 @@ class MadeArm:
         write_json(facts, {"settings": settings, "made": made})
         part.rename(folder)
         return folder
-
-    def _learning(self) -> tuple[str, ...]:
-        return ("steps", "batch", "hard") if self.options._steps(self.name) else ()
 
     def _make(self, out: Path) -> Row:
         """Write the model; says what that took."""
@@ -239,7 +225,8 @@ class MadeArm:
             if learns:
                 learning = case.recovered(trained.model, run, hard=options.hard, has_teacher=arm.has_teacher)
                 facts |= stack.enter_context(learning).figures()
-            with parameters_in(trained.model, getattr(torch, options.dtype)):
+            dtype = getattr(torch, options.dtype)  # for a while: what was changed before can still be undone
+            with swapped({parameter: parameter.data.to(dtype) for parameter in trained.model.parameters()}):
                 trained.save(out, small=True)
         return facts
 

@@ -1,4 +1,4 @@
-"""What a step of recovery costs beside a dense training step of the same student, in time and memory."""
+"""What recovery costs: its loss beside cross-entropy, and a step beside a dense training step, in time and memory."""
 
 import gc
 import time
@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from prunus import AdamWPrune, Pruner, recover
 from prunus.eligible import eligible
@@ -16,14 +18,75 @@ from prunus.lab.data import TokenShape
 from prunus.lab.evaluate import loss_of
 from prunus.lab.models import GPT
 from prunus.oneshot.distance import output_of
+from prunus.oneshot.head import Head, head_divergence
+from prunus.ops.divergence import divergence_
 from prunus.ops.machine import device_of, wait_for
 from prunus.recovery.loss import Distillation
-from prunus.recovery.student_teacher import compiled_blocks
-from prunus.recovery.teacher import Teacher
+from prunus.recovery.teacher import Teacher, compiled_blocks
 
 from .benchmark import Benchmark, Measured, RecordTable, Row
-from .clocks import timed
+from .clocks import copy_gb_s, in_turns, median_ms, peak_extra_mib, timed
 from .decode import LLAMA_1B
+
+LOSS_SHAPES = {"cuda": [(49_152, 50_257, 512), (16_384, 128_256, 2_048)], "cpu": [(512, 5_000, 64)]}
+CHUNK = 2_048  # tokens of the cross-entropy in chunks, and of the kernel alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Benchmark):
+    """Time the loss of distillation and two ways of cross-entropy, in bfloat16 with a weight in float32."""
+
+    repeat: int = 10  # rounds that the median is taken over
+    device: str = "cuda"  # cpu or cuda
+
+    def measure(self) -> Measured:
+        device = device_of(self.device)
+        rows = [row for shape in LOSS_SHAPES[device.type] for row in rows_of(*shape, self.repeat, device)]
+        return "divergence", {"repeat": self.repeat, "copy_gb_s": copy_gb_s(device)}, rows
+
+
+def rows_of(num_tokens: int, num_classes: int, width: int, repeat: int, device: torch.device) -> Iterator[Row]:
+    """A row for each way, then one for the kernel alone."""
+    torch.manual_seed(0)
+    hidden, expected = (torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(num_classes, width, device=device) / width**0.5
+    teacher = Head(weight.to(torch.bfloat16))
+    labels = torch.randint(num_classes, (num_tokens,), device=device)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def entropy(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum") / num_tokens
+
+    def in_chunks() -> Tensor:
+        parts = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
+        return torch.stack([checkpoint(entropy, *part, use_reentrant=False) for part in parts]).sum()
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        "cross-entropy": lambda: entropy(hidden, labels),
+        "cross-entropy, in chunks": in_chunks,
+        "head_divergence": lambda: head_divergence(hidden, Head(weight), expected, teacher),
+        "head_divergence, with labels": lambda: head_divergence(
+            hidden, Head(weight), expected, teacher, labels=labels, hard=0.5
+        ),
+    }
+
+    def step(loss: Callable[[], Tensor]) -> Callable[[], object]:
+        def forward_and_backward() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                value = loss()
+            torch.autograd.grad(value, (hidden, weight))
+
+        return forward_and_backward
+
+    steps, shape = {name: step(way) for name, way in ways.items()}, f"{num_tokens:,} x {num_classes:,} x {width:,}"
+    turns = in_turns(steps, repeat, device)
+    for name, call in steps.items():
+        peak = peak_extra_mib(call, device, lambda: None)
+        yield {"way": name, "shape": shape, "ms": turns[name].ms, "peak_mib": peak}
+    logits = torch.randn(2, CHUNK, -(-num_classes // 16) * 16, device=device, dtype=torch.bfloat16)[..., :num_classes]
+    ms = median_ms(lambda: divergence_(logits[0], logits[1]), repeat, device)
+    yield {"way": f"kernel, {CHUNK:,} tokens", "shape": shape, "ms": ms, "gb_s": 3 * logits[0].numel() * 2 / ms / 1e6}
+
 
 DENSE, DISTIL, MASKED, TEACHER = "dense step", "distillation", "distillation, half of the weights zero", "teacher alone"
 SHRUNK, OWN, CALL = "distillation, half of the layers", "dense step, half of the layers", "recover(), by step"
@@ -177,5 +240,6 @@ def _peak(device: torch.device) -> float | None:
 
 
 TABLES = {
+    "divergence": RecordTable("way | shape | ms:.1f | peak MiB = peak_mib:,.0f | GB/s = gb_s:,.0f"),
     "recover step": RecordTable("way | ms a step = ms:.1f | ratio:.2f | peak MiB = peak_mib:,.0f | memory:.2f"),
 }

@@ -150,8 +150,7 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
 
     from ..eligible import eligible
     from ..lab.recipe import device_named
-    from ..oneshot.by_block import LIMITS
-    from ..oneshot.disk_offload import disk_offload_of
+    from ..oneshot.disk_offload import LIMITS, disk_offload_of
     from ..sparsity_report import report
     from ..trained.data import check_batches, is_causal, read_batches
     from ..trained.quality import held_out_rows, metric_of, token_quality

@@ -30,7 +30,7 @@ from ..oneshot.resources import Clock, Cost
 from ..ops.machine import device_of
 from ..plot import check_picture, layers_chart, save
 from ..recovery import Recovery
-from ..recovery.training_options import training_arguments
+from ..recovery.recover import training_arguments
 from ..sparsity_report import SparsityReport, report
 from ..trained.data import TokenCache
 from ..trained.model import ModelSource, TrainedModel, load_trained

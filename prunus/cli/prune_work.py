@@ -13,10 +13,9 @@ from ..lab.parallel import Team
 from ..lab.tracking import sampled, utilisation_reader
 from ..lab.trained_run import from_checkpoint
 from ..oneshot import Probe, Repair, prune
-from ..oneshot.by_block import LIMITS
 from ..oneshot.calibration import Calibration
-from ..oneshot.disk_offload import disk_offload_of
-from ..oneshot.forecast import FirstBlock, FirstBlockDone, in_units, needs_of
+from ..oneshot.disk_offload import LIMITS, disk_offload_of
+from ..oneshot.model_folder import FirstBlock, FirstBlockDone, in_units, needs_of
 from ..oneshot.originals import Originals
 from ..oneshot.resources import Cost, free_bytes
 from ..select import Global, NofM, PerLayer, PerRow, Selector

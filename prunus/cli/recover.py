@@ -125,7 +125,7 @@ def check(command: Command) -> None:
 
 def _arguments(command: Command) -> Any:
     from ..lab.recipe import device_named
-    from ..recovery.training_options import training_arguments
+    from ..recovery.recover import training_arguments
 
     more: dict[str, Any] = {"fsdp": True, "fsdp_config": {}} if command.parallel == "fsdp" else {}
     how = (command.unfinished, device_named(command.device), command.bf16, command.seed)

@@ -59,7 +59,7 @@ class Command(ModelCommand):
         return 512
 
     def check(self) -> None:
-        from ..oneshot.widths import Wanted
+        from ..oneshot.units import Wanted
 
         super().check()
         wanted = {name: getattr(self, name) for name in WANTED}

@@ -15,19 +15,7 @@ from torch.utils import _pytree as pytree
 from ..eligible import Weight
 from .forward import replaced
 from .resources import FAILURES
-from .samples import (
-    Chunk,
-    Pick,
-    Samples,
-    Tree,
-    copied,
-    copied_rows,
-    moved,
-    repeated,
-    room_for,
-    rows,
-    write_rows,
-)
+from .samples import Chunk, Pick, Samples, Tree, copied, copied_rows, moved, repeated, room_for, rows, write_rows
 from .spill import FileRows, Spill
 
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # relative
@@ -39,17 +27,15 @@ def blocks_of(model: nn.Module, weights: Sequence[Weight]) -> list[nn.Module]:
     Empty where no list has two such items. Of equal lists the first in the tree is taken.
     """
     owners = {weight.module for weight in weights}
-    best: list[nn.Module] = []
+
+    def num_items(blocks: list[nn.Module]) -> int:
+        return sum(not owners.isdisjoint(item.modules()) for item in blocks)
+
     for kind in (nn.ModuleList, nn.Sequential):
-        most = 1
-        for module in model.modules():
-            if isinstance(module, kind):
-                num_items = sum(not owners.isdisjoint(item.modules()) for item in module)
-                if num_items > most:
-                    best, most = list(module), num_items
-        if best:
-            break
-    return best
+        best = max((list(module) for module in model.modules() if isinstance(module, kind)), key=num_items, default=[])
+        if num_items(best) > 1:
+            return best
+    return []
 
 
 def block_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int | None:

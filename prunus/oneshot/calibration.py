@@ -20,8 +20,7 @@ from ..ops.wide_products import wide_products
 from ..ranks import Ranks, is_dtensor
 from .blocks import Stream, blocks_of, is_chain, is_near
 from .built_twice import tensors_of
-from .by_block import BY_BLOCK, by_block
-from .disk_offload import disk_offload_of
+from .disk_offload import BY_BLOCK, by_block, disk_offload_of
 from .forward import first_tensor, frozen, outputs
 from .offload import Offload
 from .progress import Meter, Progress
@@ -106,8 +105,12 @@ class Calibration:
         """The same with this rank's share of the samples; itself where there is one rank only."""
         if self.ranks is None:
             return self
+        return self.with_samples(share_of(self.samples, self.ranks))
+
+    def with_samples(self, samples: Samples) -> "Calibration":
+        """The same with other samples."""
         own = copy(self)
-        vars(own)["samples"] = share_of(self.samples, self.ranks)
+        vars(own)["samples"] = samples
         return own
 
     @contextmanager

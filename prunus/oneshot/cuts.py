@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .built_twice import MISSING
 from .disk_offload import DiskOffload, disk_offload_of, nothing_like
-from .units import Number, UnitLayer, home_of
+from .units import MISSING, Number, UnitLayer, home_of
 
 
 @dataclass

@@ -63,9 +63,9 @@ def output_of(found: Any) -> Tensor:
     return first_tensor(found) if logits is None else logits
 
 
-def distance_of(found: Any, samples: Tree, problem: str | None = None) -> Distance:
-    """How outputs like ``found``, of some ``samples``, are compared; ``problem`` is a config's ``problem_type``."""
-    named = named_parts(samples)
+def distance_of(found: Any, samples: Tree, model: Any = None) -> Distance:
+    """How outputs like ``found``, of some ``samples``, are compared; the model's config may say ``problem_type``."""
+    named, problem = named_parts(samples), getattr(getattr(model, "config", None), "problem_type", None)
     output, inputs, labels = output_of(found), named.get("input_ids"), named["labels"]
     labels = labels if isinstance(labels, Tensor) else None
     shape, places = output.shape[1:], None if labels is None else labels.shape[1:]

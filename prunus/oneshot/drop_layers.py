@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,16 +12,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .blocks import SAME, STUB, Stream, is_chain, is_near
+from .built_twice import FewerLayers, fewer_layers
 from .calibration import ROUNDING, Calibration
 from .cuts import Cuts
 from .distance import distance_of, output_of
-from .fewer_layers import BlockList, FewerLayers, fewer_layers
 from .forward import arguments, outputs, replaced
 from .progress import Progress
 from .resources import FAILURES, is_out_of_memory, reason_of
 from .samples import Chunk, Samples, Stack, Tree, mask_of, num_tokens, rows, shortened
 from .shared_work import agreed, same
-from .widths import num_removed
+from .units import num_removed
 
 NUM_SAMPLES = 16  # that decide
 SIZE = {"cpu": 4, "cuda": 16}  # samples of a pass
@@ -99,42 +98,6 @@ def _watched(block: nn.Module, seen: list[Identity | None]) -> Callable[..., Tre
     return forward
 
 
-@dataclass(frozen=True)
-class LayerCheck:
-    """A model with the identities of its blocks, and the sample that every check runs on."""
-
-    calibration: Calibration
-    plan: FewerLayers
-    skips: Mapping[Place, tuple[nn.Module, Identity]]
-    sample: Tree
-    generates: bool  # with all layers
-
-    def fault(self, gone: Sequence[Place]) -> str:
-        """Why the model without these blocks is not what it is with identities in their places; empty where it is."""
-        model, sample = self.calibration.model, self.sample
-        try:
-            cuts = self.plan.cuts(gone)
-        except ValueError as error:
-            return str(error)
-        with self.calibration.open(), torch.no_grad(), replaced(dict(self.skips[where] for where in gone)):
-            expected = output_of(outputs(model, sample))
-        args, named = arguments(model, sample)
-        as_users_call = {key: value for key, value in named.items() if key != "use_cache"}  # with a cache by default
-        cuts.apply_()
-        try:
-            with self.calibration.open(), torch.no_grad():
-                same, as_called = output_of(outputs(model, sample)), output_of(model(*args, **as_users_call))
-                if self.generates and not can_generate(model, sample):
-                    return "generate fails without it, since its class counts layers in another way"
-        except FAILURES as error:
-            return f"the model fails without it: {reason_of(error)}"
-        finally:
-            cuts.undo_()
-        if _is_near(same, expected, SAME) and _is_near(as_called, expected, ROUNDING):
-            return ""
-        return f"the layers after it would compute something else{self.plan.periods}"
-
-
 def can_generate(model: Any, sample: Tree) -> bool:
     """Whether it generates a token with its cache, whose layers the class may count in its own way."""
     if not (hasattr(model, "can_generate") and model.can_generate()):
@@ -198,8 +161,7 @@ class _Choice:
     """Measures which block goes next, given those that are gone."""
 
     def __init__(self, calibration: Calibration, plan: FewerLayers) -> None:
-        self.calibration, self.plan = copy(calibration), plan
-        vars(self.calibration)["samples"] = _few(calibration.samples, NUM_SAMPLES)
+        self.calibration, self.plan = calibration.with_samples(_few(calibration.samples, NUM_SAMPLES)), plan
         self.gone: list[Place] = []
         self.distances: list[float] = []
         self._sums: dict[Place, float] = {}
@@ -207,9 +169,7 @@ class _Choice:
         with self.calibration.open(), torch.no_grad():
             self.calibration.check_model()
             self._see_blocks()
-            self.check = LayerCheck(
-                self.calibration, plan, self.skips, self.first, can_generate(calibration.model, self.first)
-            )
+            self.generates = can_generate(calibration.model, self.first)  # with all layers
             size = calibration.batch_size or SIZE.get(calibration.device.type, 4)
             self.size = size if self.calibration.can_batch() else 1
 
@@ -223,14 +183,12 @@ class _Choice:
             problem = f"no layer of {type(model).__name__} can be removed: no block of {lists[0].name}"
             raise ValueError(f"{problem} that samples reach returns a tensor of the shape of its input")
         self.blocks, self.skips = blocks, skips
-        problem = getattr(getattr(model, "config", None), "problem_type", None)
-        self.distance = distance_of(first, self.calibration.samples.stacks[0].tree, problem)
+        self.distance = distance_of(first, self.calibration.samples.stacks[0].tree, model)
         self.lists = [part for part in lists if any(name == part.name for name, _ in skips)]
-        self.is_chain = {part.name: self._is_chain(part, output_of(first)) for part in self.lists}
-
-    def _is_chain(self, part: BlockList, expected: Tensor) -> bool:
-        stream = Stream(self.blocks[part.name], Samples([Stack(self.first, 1)]))
-        return is_chain(stream, lambda _: self._output(self.first), [expected])
+        self.is_chain: dict[str, bool] = {}
+        for name in (part.name for part in self.lists):
+            stream = Stream(blocks[name], Samples([Stack(self.first, 1)]))
+            self.is_chain[name] = is_chain(stream, lambda _: self._output(self.first), [output_of(first)])
 
     @property
     def num_layers(self) -> int:
@@ -257,7 +215,7 @@ class _Choice:
             if not math.isfinite(distance):
                 reason = "the outputs are not finite, or the blocks after it need it"
             else:
-                reason = self.check.fault([*self.gone, where])
+                reason = self._fault([*self.gone, where])
             if not reason:
                 self.gone.append(where)
                 self.distances.append(distance)
@@ -304,6 +262,31 @@ class _Choice:
 
     def _add(self, part: tuple[Place, float]) -> None:
         self._sums[part[0]] += part[1]
+
+    def _fault(self, gone: Sequence[Place]) -> str:
+        """Why the model without these blocks is not what it is with identities in their places; empty where it is."""
+        model = self.calibration.model
+        try:
+            cuts = self.plan.cuts(gone)
+        except ValueError as error:
+            return str(error)
+        with self.calibration.open(), torch.no_grad(), replaced(dict(self.skips[where] for where in gone)):
+            expected = self._output(self.first)
+        args, named = arguments(model, self.first)
+        as_users_call = {key: value for key, value in named.items() if key != "use_cache"}  # with a cache by default
+        cuts.apply_()
+        try:
+            with self.calibration.open(), torch.no_grad():
+                same, as_called = self._output(self.first), output_of(model(*args, **as_users_call))
+                if self.generates and not can_generate(model, self.first):
+                    return "generate fails without it, since its class counts layers in another way"
+        except FAILURES as error:
+            return f"the model fails without it: {reason_of(error)}"
+        finally:
+            cuts.undo_()
+        if _is_near(same, expected, SAME) and _is_near(as_called, expected, ROUNDING):
+            return ""
+        return f"the layers after it would compute something else{self.plan.periods}"
 
 
 def _few(samples: Samples, num: int) -> Samples:

@@ -18,8 +18,7 @@ from ..ops.bits import sum_of_bits
 from ..ranks import Ranks
 from .identity import identity
 from .options import Trial
-from .probe.decide import Ratios
-from .probe.prober import Probed
+from .probe.prober import Probed, Ratios
 from .samples import digest
 from .shared_work import of_first
 

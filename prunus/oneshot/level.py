@@ -12,7 +12,7 @@ from ..grids import OnGrid, grid_of, put_on_grid_, take_off_grid_
 from ..ops import bits
 from .disk_offload import DiskOffload
 from .originals import Originals
-from .probe.decide import Ratios, Tau, check_tau, is_allowed, taus
+from .probe.prober import Ratios, Tau, check_tau, is_allowed, taus
 from .resources import Cost
 from .step import LayerRepair
 from .tune import Tuned
@@ -74,12 +74,8 @@ class Level:
     def leave_grids_(self, model: nn.Module) -> None:
         """Forget the grids of the weights of this level, as they will change; ``undo_`` brings them back."""
         own = {weight.parameter for weight in self.weights.values()}
-        self._left = [
-            (module, key, on_grid)
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter in own and (on_grid := grid_of(module, key)) is not None
-        ]
+        held = ((module, key) for module in model.modules() for key, p in module._parameters.items() if p in own)
+        self._left = [(*each, on_grid) for each in held if (on_grid := grid_of(*each)) is not None]
         self._grids_apply_()
 
     def put_on_grid_(self, name: str, on_grid: OnGrid) -> None:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ from torch.utils import _pytree as pytree
 from ..eligible import Weight
 from ..input_statistics import InputNorms, fill_unreached_
 from .blocks import is_near
-from .by_block import BY_BLOCK
 from .calibration import Calibration
+from .disk_offload import BY_BLOCK
 from .forward import head_of, is_encoder_decoder, outputs, replaced
 from .progress import Meter
 from .resources import FAILURES
@@ -81,9 +80,9 @@ class _Sums:
         number = next((i for i, stack in enumerate(stacks) if stack.size > 1), None)
         if number is None:
             return False
-        two, self.done = copy(self.calibration), Chunk(number, 0, 2)
+        first = Samples([Stack(rows(stacks[number].tree, slice(2), stacks[number].size), 2)])
+        two, self.done = self.calibration.with_samples(first), Chunk(number, 0, 2)
         two.meter = Meter()  # these samples are no steps of the call
-        vars(two)["samples"] = Samples([Stack(rows(stacks[number].tree, slice(2), stacks[number].size), 2)])
         alone = self._sums_of(two, 1)
         self.sums |= alone
         for skipped in self._head(), {}:

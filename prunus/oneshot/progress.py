@@ -67,7 +67,7 @@ def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Prog
     if progress is False or out is None:
         yield None
         return
-    shown = _Bar(title) if is_notebook or out.isatty() else _Lines(title)
+    shown = _Shown(title, is_notebook or out.isatty())
 
     def show(num_done: int, total: int, phase: str) -> None:
         out.write(shown(num_done / max(1, total), phase if phase.isprintable() else ascii(phase)))
@@ -76,58 +76,41 @@ def progress_line(progress: Progress | bool | None, title: str) -> Iterator[Prog
     try:
         yield show
     finally:
-        out.write(shown.end)
+        out.write("\n" if shown.width else "")
 
 
-class _Left:
-    """How long a call will still take, by what it did since the first report: one that goes on begins in the middle."""
+class _Shown:
+    """A bar that replaces the one before it in its line, or a line whenever a tenth more is done.
 
-    def __init__(self) -> None:
+    The time that is left goes by what this call did since its first report: one that goes on begins in the middle.
+    """
+
+    def __init__(self, title: str, is_bar: bool) -> None:
+        self.title, self.is_bar, self.began = title, is_bar, time.monotonic()
         self.first: tuple[float, float] | None = None
-
-    def __call__(self, now: float, share: float) -> str:
-        began, before = self.first = self.first or (now, share)
-        return f"about {_clock((now - began) * (1 - share) / (share - before))} left, " if before < share < 1 else ""
-
-
-class _Bar:
-    """A text that replaces the one before it in its line."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.began, self.last, self.width = title, time.monotonic(), 0.0, 0
-        self.left = _Left()
+        self.last, self.num_tenths, self.width = 0.0, -1, 0
 
     def __call__(self, share: float, phase: str) -> str:
         now = time.monotonic()
-        left = self.left(now, share)
+        began, before = self.first = self.first or (now, share)
+        if before < share < 1:
+            phase = f"about {_clock((now - began) * (1 - share) / (share - before))} left, {phase}"
+        return self._bar(now, share, phase) if self.is_bar else self._line(now, share, phase)
+
+    def _bar(self, now: float, share: float, phase: str) -> str:
         if now - self.began < QUIET["bar"] or (now - self.last < PAUSE and share < 1):
             return ""
-        bar = ("=" * round(BAR * share)).ljust(BAR)
-        text = f"{self.title}: [{bar}] {share:.0%}, {left}{phase}"
+        text = f"{self.title}: [{('=' * round(BAR * share)).ljust(BAR)}] {share:.0%}, {phase}"
         text = text[: shutil.get_terminal_size().columns - 1]
         before, self.last, self.width = self.width, now, len(text)
         return f"\r{text.ljust(before)}"
 
-    @property
-    def end(self) -> str:
-        return "\n" if self.width else ""
-
-
-class _Lines:
-    """A line whenever a tenth more is done, for files and pipes."""
-
-    end = ""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.began, self.last, self.left = title, time.monotonic(), -1, _Left()
-
-    def __call__(self, share: float, phase: str) -> str:
-        now, number = time.monotonic(), int(LINES * share)
-        seconds, left = now - self.began, self.left(now, share)
-        if seconds < QUIET["lines"] or number == self.last:
+    def _line(self, now: float, share: float, phase: str) -> str:
+        num_tenths = int(LINES * share)
+        if now - self.began < QUIET["lines"] or num_tenths == self.num_tenths:
             return ""
-        self.last = number
-        return f"{self.title}: {share:.0%} after {_clock(seconds)}, {left}{phase}\n"
+        self.num_tenths = num_tenths
+        return f"{self.title}: {share:.0%} after {_clock(now - self.began)}, {phase}\n"
 
 
 def _clock(seconds: float) -> str:

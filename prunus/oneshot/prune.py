@@ -21,14 +21,13 @@ from .calibration import Calibration, Patterns
 from .journal import Folder, Journal
 from .level import Level, level_of
 from .loop import Loop
-from .method import Method, ScoreLike
 from .model_folder import changed_folder
-from .options import Repair
+from .options import Method, Repair, ScoreLike
 from .probe.objective import Loss
 from .probe.prober import Finished, Probe, Probed, Prober
 from .progress import Progress, progress_line
 from .quantize import check_finite, checked_grid, quantize_level_, without_grid
-from .quantize_step import Nearest, Quantize
+from .quantizer import Nearest, Quantize
 from .result import Result
 from .samples import digest
 from .scoring import Packed, Scores
@@ -320,12 +319,7 @@ def _allocation(
 
 
 def _change(
-    scores: Scores,
-    level: Level,
-    select: Selector,
-    sparsity: float,
-    masks: Packed | None,
-    state: Folder | None,
+    scores: Scores, level: Level, select: Selector, sparsity: float, masks: Packed | None, state: Folder | None
 ) -> None:
     """Run the loop over the dense model, by known masks, or by those that its steps choose within the allocation."""
     calibration, repair = scores.calibration, scores.method.repair

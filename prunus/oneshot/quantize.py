@@ -17,7 +17,7 @@ from .layers import matrix_layout
 from .level import Level, level_of
 from .loop import Loop
 from .progress import Progress, progress_line
-from .quantize_step import Nearest, Quantize
+from .quantizer import Nearest, Quantize
 from .result import QuantizeResult
 from .shared_work import RankGroup, joined, silent
 from .step import LayerRepair

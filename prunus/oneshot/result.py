@@ -14,7 +14,7 @@ from .changed import ChangedModel
 from .disk_offload import disk_offload_of
 from .level import Level, num_zeros
 from .options import Limit, Trial
-from .probe.decide import Tau
+from .probe.prober import Tau
 from .step import LayerRepair
 
 SHOWN = 3  # names of weights that were not repaired for one reason

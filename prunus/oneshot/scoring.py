@@ -4,6 +4,7 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from ..select import Selector, Shape
 from ..statistics import score_of
 from .calibration import Calibration
 from .journal import fingerprint
-from .method import Method, ScoreLike
 from .norms import input_norms
+from .options import Method, ScoreLike
 from .probe.engine import Engine
 from .probe.objective import Objective
 from .resources import release
@@ -57,8 +58,6 @@ class Scores:
         if self.row and "input_norm" in self.row.reads:
             check_inputs(list(self.weights.values()))
         self.fingerprint: dict[str, list[int]] = {}  # of weights on disk, as they were when ``live`` read them
-        self._norms: dict[str, Tensor] | None = None
-        self._squares: dict[str, Tensor] | None = None
         self._engine: Engine | None = None
 
     @property
@@ -73,7 +72,8 @@ class Scores:
 
     def refresh(self) -> None:
         """Gather input norms and gradients anew at the next call."""
-        self._norms = self._squares = None
+        for name in ("_norms", "_squares"):
+            vars(self).pop(name, None)
 
     def changed(self) -> None:
         """Drop what the engine stored: weights were changed outside it."""
@@ -140,7 +140,7 @@ class Scores:
             return self._fisher()
         if self.score == "path":
             return self._path(select, sparsity, live)
-        row, norms, disk, sources = self.row, self._input_norms(), self.calibration.disk, []
+        row, norms, disk, sources = self.row, self._norms, self.calibration.disk, []
         assert row is not None
         last: dict[str, Tensor] = {}
 
@@ -159,20 +159,21 @@ class Scores:
             sources.append(source)
         return sources
 
-    def _input_norms(self) -> dict[str, Tensor]:
+    @cached_property
+    def _norms(self) -> dict[str, Tensor]:
         """Norms by weight; none where the score does not read them."""
         if self.row is None or "input_norm" not in self.row.reads:
             return {}
-        if self._norms is None:
-            with self.calibration.reading("input norms"):
-                self._norms = input_norms(self.calibration)
-        return self._norms
+        with self.calibration.reading("input norms"):
+            return input_norms(self.calibration)
+
+    @cached_property
+    def _squares(self) -> dict[str, Tensor]:
+        engine = self.engine()
+        with self.calibration.reading("gradients"):
+            return engine.records(list(self.weights), [{}], "mean square")[0]
 
     def _fisher(self) -> list[Lazy]:
-        if self._squares is None:
-            engine = self.engine()
-            with self.calibration.reading("gradients"):
-                (self._squares,) = engine.records(list(self.weights), [{}], "mean square")
         squares = self._squares
         return [_lazy(w, fisher, {"exp_avg_sq": squares[n]}, {"step": math.inf}) for n, w in self.weights.items()]
 

@@ -17,11 +17,9 @@ from ..select import Selector
 from .calibration import Calibration, Patterns
 from .journal import Folder, SearchJournal
 from .level import Level
-from .method import Method, ScoreLike
-from .options import Bisection, Levels, Limit, Repair, TauTuning, Trial
-from .probe.decide import taus
+from .options import Bisection, Levels, Limit, Method, Repair, ScoreLike, TauTuning, Trial
 from .probe.objective import Loss
-from .probe.prober import Probe, Probed
+from .probe.prober import Probe, Probed, taus
 from .progress import Progress, progress_line
 from .prune import prune_to
 from .result import SearchResult

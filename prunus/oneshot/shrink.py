@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ..grids import on_grids
 from ..input_statistics import eagerly
 from ..ranks import Ranks
+from .built_twice import fewer_layers
 from .calibration import Calibration
 from .config_units import config_plan
 from .cuts import Cuts
 from .disk_offload import disk_offload_of
 from .drop_experts import ExpertLayer, drop_experts_
 from .drop_layers import drop_layers_
-from .fewer_layers import fewer_layers
 from .forward import frozen
 from .journal import Folder, Journal
 from .layers import matrix_layout
@@ -33,12 +33,10 @@ from .resources import Cost, Peak
 from .samples import check_batches
 from .shared_work import RankGroup, agreed, all_of, joined, silent
 from .shrink_result import Mixture, ShrinkResult, ShrunkLayer, Size
-from .shrink_step import Shrink
+from .shrink_step import Shrink, UnitScore
 from .step import Change, Layers
-from .structured import UnitScore
 from .unit_check import UnitCheck
-from .units import Plan, UnitLayer
-from .widths import Removed, Wanted, Widths
+from .units import Plan, Removed, UnitLayer, Wanted, Widths
 
 MIXTURES = 3  # of depth and width that are tried, beside width alone
 SHORT = BlockTuning(epochs=0, whole_epochs=4)  # of each of them

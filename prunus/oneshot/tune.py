@@ -181,6 +181,5 @@ class WholeLoss:
         with torch.no_grad(), swapped(self.dense), self.restored():
             expected = outputs(model, batch)
         if self.distance is None:
-            problem = getattr(getattr(model, "config", None), "problem_type", None)
-            self.distance = distance_of(expected, self.calibration.samples.stacks[pick.stack].tree, problem)
+            self.distance = distance_of(expected, self.calibration.samples.stacks[pick.stack].tree, model)
         return self.distance(output_of(outputs(model, batch)), output_of(expected), mask_of(batch))

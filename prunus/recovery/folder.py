@@ -1,10 +1,10 @@
-"""The folder of a recovered model: weights, tokenizer, card and the figures of the recovery."""
+"""Folders of a recovery: the checkpoints from which a run that was killed goes on, and the model with its figures."""
 
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,64 @@ from ..files.reader import PLAIN, SMALL
 from ..files.sparse_file import in_memory
 from ..files.writer import WritePlan, write
 from ..grids import on_grids
+from ..oneshot.samples import digest
 from ..ranks import is_dtensor
+from .plan import Batches
 from .result import Recovery
+from .teacher import narrowed
+
+if TYPE_CHECKING:
+    from .recovery_trainer import RecoveryTrainer
+
+SETTINGS = "settings.json"  # in the folder of checkpoints: what they belong to
+
+
+def settings_of(trainer: "RecoveryTrainer", data: Batches, lr: float | None, train: Any, seed: int) -> dict[str, Any]:
+    """What a run that goes on must have in common with the one that began."""
+    student, teacher = trainer.distillation.student, trainer.distillation.teacher
+    return {
+        "steps": trainer.plan.steps,
+        "lr": lr,
+        "hard": trainer.distillation.hard,
+        "train": [train] if isinstance(train, str) else list(train),
+        "seed": seed,
+        "accumulate": trainer.args.gradient_accumulation_steps,
+        "held_out": None if data.is_split else digest(data.held_out),  # which ranks then have their own of
+        "student": sampled_digest(student),
+        "teacher": None if teacher is None else sampled_digest(teacher.model),
+    }
+
+
+def sampled_digest(model: nn.Module) -> str:
+    """A digest of some values of every parameter, by which another model is noticed."""
+    names = [name for name, _ in model.named_parameters()]
+    values = [p.detach().reshape(-1)[:: max(1, p.numel() // 64)].float().cpu() for p in model.parameters()]
+    return digest([names, values])
+
+
+def last_checkpoint(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The last complete checkpoint in the folder, if there is one; ValueError where it is of another run."""
+    path = folder / SETTINGS
+    if path.is_file():
+        known = read_json(path)
+        if other := [name for name, value in settings.items() if known.get(name) != value]:
+            raise ValueError(
+                f"{folder} holds a run whose {other[0]} is {known.get(other[0])}, not {settings[other[0]]}; "
+                "repeat the call with the old value, or remove the folder to start again"
+            )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, settings)
+    steps = sorted((int(p.name.partition("-")[2]) for p in folder.glob("checkpoint-*") if p.is_dir()), reverse=True)
+    for step in steps:
+        state = folder / f"checkpoint-{step}" / "trainer_state.json"
+        try:
+            if read_json(state)["global_step"] == step:
+                return str(state.parent)
+        except (ValueError, KeyError, OSError):  # killed while it was written
+            continue
+    return None
+
 
 FIGURES = "recovery.json"
 
@@ -84,12 +140,6 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
 def dtype_of(model: nn.Module) -> Any:
     """What its configuration says: sharded weights stay in float32, in which they learned."""
     return getattr(getattr(model, "config", None), "dtype", None)
-
-
-def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a dtype of 16 bits; what is not zero stays so."""
-    narrow = values.to(dtype, copy=True)
-    return narrow.masked_fill_((narrow == 0) & (values != 0), torch.finfo(dtype).tiny)
 
 
 def _facts(

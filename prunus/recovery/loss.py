@@ -83,8 +83,7 @@ class Distillation:
                 f"student and teacher return outputs of different shapes, {tuple(mine.shape)} and "
                 f"{tuple(theirs.shape)}: they need the same vocabulary or classes; give the dense model that was pruned"
             )
-        problem = getattr(getattr(self.student, "config", None), "problem_type", None)
-        distances = [distance_of(expected, each, problem) for each in batches]
+        distances = [distance_of(expected, each, self.student) for each in batches]
         # labels of some batches may be 0 and 1 alone, though they are numbers
         self.distance = next((each for each in distances if each == Distance()), distances[0])
         tokens = tokens_of(self.student, batch)

@@ -33,12 +33,11 @@ from ..oneshot.samples import Tree, moved
 from ..optim import AdamWPrune
 from ..pruner import Pruner
 from ..ranks import is_dtensor, local
-from .folder import narrowed
 from .learned_scale import learned_scales
 from .loss import Counts, Distillation, Figures, figures_of
-from .plan import LR, Plan
+from .plan import LR, Plan, Steps
 from .result import Point
-from .step_batches import Steps
+from .teacher import narrowed
 
 BETAS = (0.9, 0.99)
 MAX_NORM = 1.0

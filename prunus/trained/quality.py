@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..files.one_line import in_one_line
-from ..oneshot.by_block import BY_BLOCK, by_block, model_blocks
-from ..oneshot.disk_offload import opened
+from ..oneshot.disk_offload import BY_BLOCK, by_block, model_blocks, opened
 from ..oneshot.distance import output_of
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from toys import Conv1D
 
-from benchmarks.multiplications import multiplications
+from benchmarks.shrink_study import multiplications
 from prunus.lab.data import ImageShape
 from prunus.lab.models import build
 from prunus.oneshot.calibration import Calibration

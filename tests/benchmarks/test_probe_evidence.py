@@ -27,8 +27,8 @@ from prunus import Global, PerLayer, PerRow
 from prunus.lab.data.datasets import read_cifar10
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
-from prunus.oneshot.probe.decide import is_allowed
+from prunus.oneshot.options import Method
+from prunus.oneshot.probe.prober import is_allowed
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores
 from prunus.ops import bits

@@ -11,11 +11,11 @@ from causal_models import causal_model
 from chat_models import chat_tokenizer, save, write_problems
 from torch import nn
 
-from benchmarks import bits_forms, programs_figures, programs_study, programs_text
+from benchmarks import bits_study, programs_figures, programs_study, programs_text
 from benchmarks.__main__ import main
 from benchmarks.programs_study import ARMS, MEASURES
 from benchmarks.programs_text import Problems, words_of
-from benchmarks.sparsegpt import sparsegpt
+from benchmarks.repair_study import sparsegpt
 from prunus import PerLayer, prune
 from prunus.cli import answering
 from prunus.trained.problems import wilson
@@ -126,7 +126,7 @@ def test_other_packages_quantise_in_memory(study, records, monkeypatch, answered
         model.lm_head.weight.data.mul_(2)
         return model
 
-    monkeypatch.setitem(bits_forms.PEERS, "torchao", theirs)
+    monkeypatch.setitem(bits_study.PEERS, "torchao", theirs)
     monkeypatch.setattr(programs_study, "find_spec", lambda name: True)
     main([*study, "--run-code", "--arms", "dense", "8-torchao", "8"])
     rows = {(row["way"], row["level"]): row for row in records()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import divergence, export, matvec, select, step
+from benchmarks import export, matvec, recover_step, select, step
 from benchmarks.__main__ import main
 from benchmarks.benchmark import write_record
 from benchmarks.distributed import parts
@@ -165,6 +165,6 @@ def test_a_product_that_is_wrong_is_not_timed(small_products, monkeypatch):
 
 
 def test_the_loss_of_distillation_is_timed_beside_cross_entropy(monkeypatch):
-    monkeypatch.setattr(divergence, "CHUNK", 16)
-    rows = list(divergence.rows_of(40, 33, 8, 1, CPU))
+    monkeypatch.setattr(recover_step, "CHUNK", 16)
+    rows = list(recover_step.rows_of(40, 33, 8, 1, CPU))
     assert len(rows) == 5 and all(row["ms"] > 0 for row in rows) and {row["shape"] for row in rows} == {"40 x 33 x 8"}

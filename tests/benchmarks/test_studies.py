@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import bits_forms, repair_study, shrink_study
+from benchmarks import bits_study, repair_study, shrink_study
 from benchmarks.__main__ import main
-from benchmarks.multiplications import smallest_share
-from benchmarks.study import level_name, share_of
-from benchmarks.study_data import run_batches
+from benchmarks.shrink_study import smallest_share
+from benchmarks.study import level_name, run_batches, share_of
 from prunus.lab.data.batches import token_data
 from prunus.lab.run import Run
 from prunus.lab.trainer import train
@@ -148,18 +147,18 @@ def test_scales_learn_after_quantising(llama, records):
 
 def test_weights_without_a_grid_count_16_bits_and_short_last_groups_have_a_scale_of_their_own():
     model = nn.Sequential(nn.Linear(130, 3, bias=False))
-    assert bits_forms.stored_bits(model, has_mask=False)["code_bits"] == 16 * 390
-    assert bits_forms.stored_bits(model, has_mask=False, others=Grid(4))["scale_bits"] == 16 * 3 * 2
+    assert bits_study.stored_bits(model, has_mask=False)["code_bits"] == 16 * 390
+    assert bits_study.stored_bits(model, has_mask=False, others=Grid(4))["scale_bits"] == 16 * 3 * 2
     with torch.no_grad():
         model[0].weight[0, :100] = 0
-    bits = bits_forms.stored_bits(model, has_mask=True)
+    bits = bits_study.stored_bits(model, has_mask=True)
     assert bits["kept"] == 290 and bits["mask_bits"] == 390 and bits["code_bits"] == 16 * 290
 
 
 def test_after_16_bits_weights_are_as_before():
     model = nn.Sequential(nn.Linear(8, 8))
     before = model[0].weight.detach().clone()
-    with bits_forms.in_bfloat16(model):
+    with bits_study.in_bfloat16(model):
         assert torch.equal(model[0].weight, before.bfloat16().float()) and not torch.equal(model[0].weight, before)
     assert torch.equal(model[0].weight, before)
 

@@ -15,7 +15,7 @@ from prunus import load_model, load_sparse
 from prunus.cli.console import Terminal
 from prunus.cli.prune_tables import quantised_table
 from prunus.export.huggingface import load_any_model
-from prunus.oneshot import quantize_step
+from prunus.oneshot import quantizer
 from prunus.oneshot.result import Layer
 
 __all__ = ["folder"]
@@ -199,7 +199,7 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
     data = ["--bits", 4, *options, "--tokens", folder / "calib.u16", "--samples", 4, "--length", 12]
     source = folder / "model" if options else pruned_folder(folder)
     run(name, source, *data, "--out", folder / "whole")
-    solved, calls = quantize_step._solved, []
+    solved, calls = quantizer._solved, []
 
     def stopping(*args):
         calls.append(args)
@@ -207,7 +207,7 @@ def test_interrupted_it_goes_on_with_the_next_layers_and_writes_the_same(folder,
             raise KeyboardInterrupt
         return solved(*args)
 
-    monkeypatch.setattr(quantize_step, "_solved", stopping)
+    monkeypatch.setattr(quantizer, "_solved", stopping)
     with pytest.raises(SystemExit):
         run(name, source, *data, "--out", folder / "out")
     assert (folder / ".out.unfinished" / "bits").is_dir() and not (folder / "out").exists()

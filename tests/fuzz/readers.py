@@ -188,8 +188,7 @@ def repair_state(folder: Path) -> None:
 def search_state(folder: Path) -> None:
     from prunus.oneshot.journal import SearchJournal
     from prunus.oneshot.options import Trial
-    from prunus.oneshot.probe.decide import Ratios
-    from prunus.oneshot.probe.prober import Probed
+    from prunus.oneshot.probe.prober import Probed, Ratios
 
     state, mask = SearchJournal(folder, {"limit": "0.5"}, weights()), torch.arange(12, dtype=torch.int32)
     for number in range(2):

@@ -3,7 +3,7 @@
 import torch
 
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
+from prunus.oneshot.options import Method
 from prunus.oneshot.scoring import Scores
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from prunus.oneshot.blocks import is_stubbed
-from prunus.oneshot.by_block import BY_BLOCK, by_block, model_blocks
 from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.disk_offload import BY_BLOCK, by_block, model_blocks
 from prunus.oneshot.norms import input_norms
 from prunus.oneshot.samples import Chunk
 from prunus.oneshot.streams import Streams

@@ -11,8 +11,8 @@ from probe_reference import split
 
 from prunus.oneshot import Limit
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
-from prunus.oneshot.probe.decide import is_allowed, ratios, smallest_ratios
+from prunus.oneshot.options import Method
+from prunus.oneshot.probe.prober import is_allowed, ratios, smallest_ratios
 from prunus.oneshot.scoring import Scores
 
 NASTY = [0.0, 1e-45, 1e-30, 0.5, 1.0, 1.5, 2.0, 2.0000002, 3.0, 1e30, 3e38, math.inf, math.nan]

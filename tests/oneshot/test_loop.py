@@ -15,7 +15,7 @@ from prunus.oneshot.calibration import Calibration
 from prunus.oneshot.journal import Journal
 from prunus.oneshot.level import Level
 from prunus.oneshot.loop import Loop
-from prunus.oneshot.method import Method
+from prunus.oneshot.options import Method
 from prunus.oneshot.scoring import Scores
 from prunus.oneshot.spill import Room
 from prunus.oneshot.step import Change, LayerRepair, Layers, keep_all_but

@@ -13,7 +13,7 @@ from torch import nn
 from prunus import PerRow, prune
 from prunus.oneshot import Probe
 from prunus.oneshot.calibration import Calibration
-from prunus.oneshot.method import Method
+from prunus.oneshot.options import Method
 from prunus.oneshot.probe.engine import Engine
 from prunus.oneshot.prune import prune_to
 from prunus.oneshot.scoring import Scores

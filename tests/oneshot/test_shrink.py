@@ -14,8 +14,7 @@ from prunus import BlockTuning, prune, recover, shrink
 from prunus.lab.data import TokenShape
 from prunus.lab.models import GPT
 from prunus.oneshot.shrink import Shrinking
-from prunus.oneshot.units import Plan, Slices, UnitLayer
-from prunus.oneshot.widths import Wanted, Widths
+from prunus.oneshot.units import Plan, Slices, UnitLayer, Wanted, Widths
 
 transformers = pytest.importorskip("transformers")
 LLAMA = SIZES | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}

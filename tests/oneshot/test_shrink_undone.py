@@ -14,7 +14,7 @@ from prunus.oneshot.cuts import Cuts, _Blocks, _Cut
 from prunus.oneshot.shrink import Shrinking
 from prunus.oneshot.step import LayerRepair
 from prunus.oneshot.tune import WholeLoss
-from prunus.oneshot.widths import Wanted
+from prunus.oneshot.units import Wanted
 
 pytestmark = pytest.mark.slow
 

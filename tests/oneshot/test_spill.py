@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from prunus import BlockTuning, Repair, prune
 from prunus.oneshot.blocks import Stream
-from prunus.oneshot.by_block import LIMITS, by_block
 from prunus.oneshot.calibration import Calibration
+from prunus.oneshot.disk_offload import LIMITS, by_block
 from prunus.oneshot.forward import outputs
 from prunus.oneshot.samples import Chunk, copied_rows, room_for, rows, write_rows
 from prunus.oneshot.spill import FileRows, Room, Spill, _File

@@ -8,11 +8,10 @@ import torch
 from covering import each_once
 from test_solver import CASES, correlated, damped_error, error_of, least_squares, moments_of, noisy, normal
 
-from prunus.oneshot import structured
+from prunus.oneshot import shrink_step
 from prunus.oneshot.gram import Gram
-from prunus.oneshot.shrink_step import DAMPING, Shrink
+from prunus.oneshot.shrink_step import DAMPING, UNIT_SCORES, Shrink, cheapest
 from prunus.oneshot.step import Layers
-from prunus.oneshot.structured import UNIT_SCORES, cheapest
 
 SCORES = {"obs": None} | UNIT_SCORES
 
@@ -83,7 +82,7 @@ def test_the_number_of_units_is_exact_and_their_columns_alone_are_zero(name, sco
                                               (63, 9, 40, 0.8), (128, 32, 5, 0.75), (5, 5, 3, 1.0), (1, 1, 1, 1.0)]
 )  # fmt: skip
 def test_the_units_that_go_are_those_of_the_definition(monkeypatch, inputs, width, outputs, share, dtype):
-    monkeypatch.setattr(structured, "BLOCK", 16)
+    monkeypatch.setattr(shrink_step, "BLOCK", 16)
     weight, inverse = normal(outputs, inputs).double(), damped_inverse(correlated(400, inputs) + 0.3)
     places = columns_of(inputs, width)
     num = round(share * len(places))
@@ -170,7 +169,7 @@ def test_random_units_depend_on_the_seed_alone():
     x, weight, places = correlated(), normal(16), torch.arange(24).view(-1, 1)
 
     def by_seed(seed):
-        return gone(shrunk(x, weight, places, 8, score=structured.RandomScore(seed)))
+        return gone(shrunk(x, weight, places, 8, score=shrink_step.RandomScore(seed)))
 
     assert by_seed(0) == by_seed(0) != by_seed(1)
     assert gone(shrunk(x.flip(0), -weight, places, 8, score=UNIT_SCORES["random"])) == by_seed(0)

@@ -15,7 +15,7 @@ from prunus import recover
 from prunus.oneshot.samples import digest
 from prunus.recovery import plan
 from prunus.recovery.folder import whole_tensors
-from prunus.recovery.training_options import training_arguments
+from prunus.recovery.recover import training_arguments
 
 
 def main(how, folder, kill_at=None):

@@ -61,8 +61,10 @@ class Taps:
     def _tapped(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             (x,) = args or kwargs.values()
-            if self.strict:
-                self._check(name, module, x)
+            ndim = weight_of(module).ndim
+            ndim_fits = x.ndim == ndim if ndim > 2 else x.ndim >= 2
+            if self.strict and (not ndim_fits or len(x) != self.num_rows):
+                raise NotRows(name)
             if self.on_call is not None:
                 self.on_call(name)
             out = self._output(name, module, x)
@@ -73,12 +75,6 @@ class Taps:
             return out.clone()  # the model may change it in place
 
         return forward
-
-    def _check(self, name: str, module: nn.Module, x: Tensor) -> None:
-        ndim = weight_of(module).ndim
-        ndim_fits = x.ndim == ndim if ndim > 2 else x.ndim >= 2
-        if not ndim_fits or len(x) != self.num_rows:
-            raise NotRows(name)
 
     def _output(self, name: str, module: nn.Module, x: Tensor) -> Tensor:
         own = weight_of(module).detach()  # a gradient that still reaches the weight is then of another use of it
