@@ -26,7 +26,7 @@ from prunus.files.one_line import in_one_line
 from prunus.files.reader import open_tensors
 from prunus.files.sparse_file import from_files
 from prunus.ops.machine import said_by_linux
-from prunus.trained.data import drawn
+from prunus.trained.data import Windows, drawn
 
 from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
 
@@ -167,7 +167,7 @@ def in_python(call: Call, work: str, folder: str, out: str, *, is_loaded: bool) 
     how: dict[str, Any] = {} if is_loaded else {"out": out}
     batches: Sequence[Any] = ()
     if work == "repair":
-        batches = [drawn(np.load(call.tokens, "r"), call.windows, call.length, 0)]
+        batches = [drawn(Windows(np.load(call.tokens, "r"), call.length), call.windows, 0)]
         how["group"] = True if torch.distributed.is_initialized() else None
         how["memory"] = None if call.memory == "none" else int(call.memory.removesuffix("MB")) * 10**6
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval() if is_loaded else folder

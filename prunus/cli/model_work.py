@@ -32,7 +32,7 @@ from ..plot import check_picture, layers_chart, save
 from ..recovery import Recovery
 from ..recovery.training_options import training_arguments
 from ..sparsity_report import SparsityReport, report
-from ..trained.data import TokenCache
+from ..trained.data import TokenCache, TrainingBatches
 from ..trained.model import ModelSource, TrainedModel, load_trained
 from .console import print
 from .model_options import ModelCommand
@@ -147,7 +147,7 @@ def _recovery(command: ModelCommand, trained: TrainedModel) -> Recover:
         )
     args = training_arguments(command.unfinished / "recovery", torch.device(command.device).type, seed=command.seed)
     options = batch_options(command.recover or "", trained, args, length=command.length)
-    trained.training(size=options.size, length=options.length)
+    TrainingBatches(trained.training(length=options.length), options.size)  # refuses too few samples
     return lambda dense: recovered(command, trained, dense, args, options)
 
 

@@ -22,14 +22,15 @@ from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..oneshot.model_folder import Unfit, model_on_disk, save_from_disk
 from ..ops.wide_products import wide_products
 from .data import (
+    Arrays,
     Rows,
+    Samples,
     TokenCache,
     TokenFile,
-    TrainingBatches,
+    Windows,
     check_batches,
     check_vocabulary,
     drawn,
-    drawn_rows,
     longest_window,
     read_batches,
     read_token_file,
@@ -39,7 +40,7 @@ from .data import (
     text_config,
     tokenizer_of,
 )
-from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
+from .quality import HeldOut, held_out_of, metric_of
 from .tokens import TOKEN_TYPES
 
 STARTS = ("auto", "yes", "no")
@@ -61,7 +62,7 @@ class TrainedModel:
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
     held_out: str = ""  # how many samples the metric is of, where that is known
     note: str | None = None  # what to say before anything is done
-    training: Callable[..., TrainingBatches] | None = None  # all samples to learn from, of a size and a length
+    training: Callable[..., Samples] | None = None  # all samples to learn from, windows of a ``length``
     evaluated: Tensor | Rows | None = None  # the samples that the metric is of
 
 
@@ -208,8 +209,8 @@ def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
 
 def _windows(
     source: ModelSource, model: Any, calibration: TokenFile | None, held_out: TokenFile
-) -> tuple[Tensor | Rows, HeldOut, Callable[..., TrainingBatches] | None]:
-    """Calibration and held-out windows of tokens, and batches to learn from."""
+) -> tuple[Tensor | Rows, HeldOut, Callable[..., Samples] | None]:
+    """Calibration and held-out windows of tokens, and all to learn from."""
     known = [file for file in (calibration, held_out) if file is not None]
     for file in reversed(known):
         check_vocabulary(file, model)
@@ -219,25 +220,24 @@ def _windows(
         raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
     training = None
     if calibration is None:
-        windows = written_by(model, source.samples, length, source.seed)
+        windows = rows_of_tokens(model, written_by(model, source.samples, length, source.seed))
     else:
-        training = partial(TrainingBatches, calibration, model, start=start, seed=source.seed)
-        windows = drawn(calibration.ids, source.samples, length, source.seed, start, at_most=source.at_most)
-    evaluated = held_out_windows(held_out, model, length, source.eval_windows, start)
-    return rows_of_tokens(model, windows), evaluated, training
+        training = partial(Windows, calibration.ids, start=start, model=model)
+        windows = drawn(training(length=length), source.samples, source.seed, at_most=source.at_most)
+    return windows, held_out_of(Windows(held_out.ids, length, start, model), source.eval_windows), training
 
 
-def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut, Callable[..., TrainingBatches]]:
-    """Calibration and held-out samples of named arrays, and batches to learn from."""
+def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Tensor | Rows, HeldOut, Callable[..., Samples]]:
+    """Calibration and held-out samples of named arrays, and all to learn from."""
     assert source.batches is not None
     rows = check_batches(source.batches, rows, model)
     if source.eval_batches is None:
         rows, held_out = split_rows(rows)
     else:
         held_out = check_batches(source.eval_batches, read_batches(source.eval_batches), model)
-    chosen = drawn_rows(rows, source.samples, source.seed, at_most=source.at_most)
-    training = partial(TrainingBatches, rows, model, seed=source.seed)
-    return chosen, held_out_rows(held_out, source.eval_windows), training
+    samples = Arrays(rows)
+    chosen = drawn(samples, source.samples, source.seed, at_most=source.at_most)
+    return chosen, held_out_of(Arrays(held_out), source.eval_windows), lambda length: samples
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """How good a trained model is on held-out samples, by the measure that fits it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
 from ..oneshot.samples import Chunk
 from ..ops.wide_products import wide_products
-from .data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
+from .data import Rows, Samples, Windows, is_causal, num_rows, spread
 
 T = TypeVar("T")
 EVAL_WINDOWS = 128  # held-out windows of tokens that are evaluated where nothing else is said
@@ -63,17 +63,14 @@ class HeldOut:
         return held_out_words(num, self.total, self.unit, "spread evenly")
 
 
-def held_out_windows(file: TokenFile, model: Any, length: int, limit: int | None, start: Sequence[int]) -> HeldOut:
-    """Windows of a file's tokens as the model reads them; 0 takes all, None at most 128."""
-    windows = side_by_side(file.ids, length, EVAL_WINDOWS if limit is None else limit, start)
-    return HeldOut(rows_of_tokens(model, windows), num_windows(file.ids, length, start), "windows")
-
-
-def held_out_rows(rows: Rows, limit: int | None) -> HeldOut:
-    """Samples of named arrays; None and 0 take all."""
-    total = num_rows(rows)
-    chosen = torch.from_numpy(spread(total, limit or 0))
-    return HeldOut({name: array[chosen] for name, array in rows.items()}, total, "samples")
+def held_out_of(samples: Samples, limit: int | None) -> HeldOut:
+    """Samples spread evenly; 0 takes all, None at most 128 windows of tokens, or all rows of arrays."""
+    if isinstance(samples, Windows) and not len(samples):
+        few = f"there are only {len(samples.ids)} held-out tokens, fewer than a window of {samples.length}"
+        raise ValueError(f"{few}; give more text, or a smaller --length")
+    if limit is None:
+        limit = EVAL_WINDOWS if isinstance(samples, Windows) else 0
+    return HeldOut(samples.at(spread(len(samples), limit)), len(samples), samples.unit)
 
 
 def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Module], float]]:
