@@ -9,13 +9,20 @@ from pathlib import Path
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder to work in; folders that are made for it go if they stay empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with without_empty_folders(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         with try_lock(folder) as is_locked:
             if is_locked is False:
                 raise ValueError(f"another process is working in {folder}; wait until it ends, or choose another place")
             yield
+
+
+@contextmanager
+def without_empty_folders(folder: Path) -> Iterator[None]:
+    """Folders that are made for this one go if nothing was written."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
     finally:
         for path in made:
             with suppress(OSError):

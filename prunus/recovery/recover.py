@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..eligible import unwrapped_model
+from ..files.lock import without_empty_folders
 from ..oneshot.progress import Progress, progress_line
 from ..ranks import local
 from .folder import write_recovered
@@ -18,7 +19,7 @@ from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
 from .plan import Plan
 from .result import Recovery
-from .resuming import last_checkpoint, settings_of, without_empty_folders
+from .resuming import last_checkpoint, settings_of
 from .step_batches import HELD_OUT, Batches, Steps, random_kept
 from .student_teacher import check_apart, check_values, compiled_blocks, learning, loaded, warn_if_whole
 from .teacher import Teacher

@@ -1,7 +1,5 @@
 """How a run that was killed goes on: what it must have in common with the one that began, and where that was."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +13,6 @@ if TYPE_CHECKING:
     from .recovery_trainer import RecoveryTrainer
 
 SETTINGS = "settings.json"  # in the folder of checkpoints: what they belong to
-
-
-@contextmanager
-def without_empty_folders(folder: Path) -> Iterator[None]:
-    """Folders that are made for this one go if nothing was written."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def settings_of(trainer: "RecoveryTrainer", data: Batches, lr: float | None, train: Any, seed: int) -> dict[str, Any]:

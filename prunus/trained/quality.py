@@ -13,6 +13,7 @@ from ..files.one_line import in_one_line
 from ..oneshot.by_block import BY_BLOCK, by_block, model_blocks
 from ..oneshot.disk_offload import opened
 from ..oneshot.distance import output_of
+from ..oneshot.forward import modes_kept
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
 from ..oneshot.samples import Chunk
@@ -145,19 +146,16 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
 
 def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) -> Iterator[tuple[Chunk, T]]:
     """What a pass over some of ``num`` samples gives in evaluation mode; a bar or lines say how much of it is done."""
-    mode, chunks = model.training, [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
+    chunks = [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
     blocks = model_blocks(model) if model in BY_BLOCK else []
-    with opened(model), progress_line(None, "evaluate") as report:
+    with opened(model), modes_kept(model), progress_line(None, "evaluate") as report:
 
         def show(num_done: int, total: int) -> None:
             if report is not None:
                 report(num_done, total, "held-out samples")
 
         model.eval()
-        try:
-            yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
-        finally:
-            model.train(mode)
+        yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
 
 
 def _size(model: Any, length: int) -> int:
