@@ -257,8 +257,7 @@ class MadeArm:
         options, path = self.options, {"python": self.options.eval_tokens, "prose": self.options.prose_tokens}[measure]
         assert path is not None
         windows = Windows(read_token_file(path, self.folder).ids, options.length, model=self.model)
-        held_out = held_out_of(windows, options.eval_windows)
-        return metric_of(self.model, held_out.samples)[1](self.model)
+        return metric_of(self.model, held_out_of(windows, options.eval_windows)[0])[1](self.model)
 
     def solved(self) -> Row:
         """The share of problems that it solves, why the others failed, and some answers to look at."""

@@ -10,9 +10,12 @@ from .console import print
 from .shared_options import Flag, StartToken, TokenType, check_not_negative, given, size_in_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..lab.trainer import Training
     from ..sparsity_report import SparsityReport
-    from ..trained.quality import HeldOut, Quality
+    from ..trained.data import Rows
+    from ..trained.quality import Quality
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def evaluated(
         return training, training.evaluate(show), step
 
 
-def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
+def _of_folder(command: Command) -> "tuple[str, SparsityReport, str]":
     """Figures of a Hugging Face model, which has no data of its own."""
     from torch import Tensor
 
@@ -157,10 +160,11 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     if memory is not None:
         LIMITS[model] = memory, None
     if command.batches is not None and arrays is not None:
-        held_out = held_out_of(Arrays(check_batches(command.batches, arrays, model)), command.eval_windows)
+        rows = Arrays(check_batches(command.batches, arrays, model))
+        samples, held_out = held_out_of(rows, command.eval_windows)
     else:
-        held_out = _windows(command, model)
-    disk, samples = disk_offload_of(model), held_out.samples
+        samples, held_out = _windows(command, model)
+    disk = disk_offload_of(model)
     found = report(model, eligible(model)) if disk is None else report(model, eligible(model), holding=disk.holding)
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
@@ -179,8 +183,8 @@ def _opened(path: Path, device: str) -> Any:
     return load_any_model(folder, "auto", file).to(device) if file else opened_folder(folder, device)
 
 
-def _windows(command: Command, model: Any) -> "HeldOut":
-    from ..trained.data import Windows, check_vocabulary, folder_and_file, longest_window, read_token_file, start_tokens
+def _windows(command: Command, model: Any) -> "tuple[Tensor | Rows, str]":
+    from ..trained.data import folder_and_file, read_token_file, windows_of
     from ..trained.quality import held_out_of
 
     path = command.text or command.tokens
@@ -188,7 +192,5 @@ def _windows(command: Command, model: Any) -> "HeldOut":
     folder, gguf_file = folder_and_file(command.path)
     file = read_token_file(path, folder, command.token_type, gguf_file, is_text=command.text is not None)
     print(*file.notes)
-    check_vocabulary(file, model)
-    start = start_tokens(command.start_token, [file], model)
-    windows = Windows(file.ids, command.length or longest_window(model), start, model)
+    (windows,) = windows_of([file], model, command.length, command.start_token)
     return held_out_of(windows, command.eval_windows)

@@ -168,6 +168,9 @@ class Windows:
     def __len__(self) -> int:
         return len(self.ids) // (self.length - len(self.start))
 
+    def of_length(self, length: int) -> "Windows":
+        return replace(self, length=length)
+
     def at(self, places: np.ndarray) -> Tensor | Rows:
         step = self.length - len(self.start)
         windows = np.empty((len(places), self.length), np.int64)
@@ -190,11 +193,22 @@ class Arrays:
     def __len__(self) -> int:
         return num_rows(self.rows)
 
+    def of_length(self, length: int) -> "Arrays":
+        return self
+
     def at(self, places: np.ndarray) -> Rows:
         return {name: array[torch.from_numpy(places)] for name, array in self.rows.items()}
 
 
 Samples = Windows | Arrays
+
+
+def windows_of(files: Sequence[TokenFile], model: Any, length: int, start_token: str) -> list[Windows]:
+    """The windows of each file, which are alike: of ``length`` tokens, 0 takes the usual number, behind one start."""
+    for file in reversed(files):
+        check_vocabulary(file, model)
+    start = start_tokens(start_token, files, model)
+    return [Windows(file.ids, length or longest_window(model), start, model) for file in files]
 
 
 def drawn(samples: Samples, num: int, seed: int, *, at_most: bool = False) -> Tensor | Rows:

@@ -51,27 +51,15 @@ def held_out_words(num: int, total: int, unit: str, which: str) -> str:
     return f"{num:,} of {total:,} held-out {unit}, {which} (--eval-windows 0 takes all)"
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Samples to evaluate on, of ``total`` that there are."""
-
-    samples: Tensor | Rows
-    total: int
-    unit: str
-
-    def __str__(self) -> str:
-        num = len(self.samples) if isinstance(self.samples, Tensor) else num_rows(self.samples)
-        return held_out_words(num, self.total, self.unit, "spread evenly")
-
-
-def held_out_of(samples: Samples, limit: int | None) -> HeldOut:
-    """Samples spread evenly; 0 takes all, None at most 128 windows of tokens, or all rows of arrays."""
+def held_out_of(samples: Samples, limit: int | None) -> tuple[Tensor | Rows, str]:
+    """Samples spread evenly, and how many they are in words; 0 takes all, None at most 128 windows or all arrays."""
     if isinstance(samples, Windows) and not len(samples):
         few = f"there are only {len(samples.ids)} held-out tokens, fewer than a window of {samples.length}"
         raise ValueError(f"{few}; give more text, or a smaller --length")
     if limit is None:
         limit = EVAL_WINDOWS if isinstance(samples, Windows) else 0
-    return HeldOut(samples.at(spread(len(samples), limit)), len(samples), samples.unit)
+    places = spread(len(samples), limit)
+    return samples.at(places), held_out_words(len(places), len(samples), samples.unit, "spread evenly")
 
 
 def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Module], float]]:
