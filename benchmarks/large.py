@@ -27,7 +27,7 @@ from prunus.files.one_line import in_one_line
 from prunus.files.reader import open_tensors
 from prunus.files.sparse_file import from_files
 from prunus.ops.machine import said_by_linux
-from prunus.trained.data import drawn
+from prunus.trained.data import Windows, drawn
 
 from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
 from .wanda import their_oneshot
@@ -205,7 +205,7 @@ def in_python(call: Call, work: str, folder: str, out: str, *, is_loaded: bool) 
     how: dict[str, Any] = {} if is_loaded else {"out": out}
     batches: Sequence[Any] = ()
     if work == "repair":
-        batches = [drawn(np.load(call.tokens, "r"), call.windows, call.length, 0)]
+        batches = [drawn(Windows(np.load(call.tokens, "r"), call.length), call.windows, 0)]
         how["group"] = True if torch.distributed.is_initialized() else None
         how["memory"] = None if call.memory == "none" else int(call.memory.removesuffix("MB")) * 10**6
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval() if is_loaded else folder
@@ -219,7 +219,7 @@ def by_llm_compressor(call: Call, work: str, folder: str, out: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    windows = drawn(np.load(call.tokens, "r"), call.windows, call.length, 0)
+    windows: Any = drawn(Windows(np.load(call.tokens, "r"), call.length), call.windows, 0)
     modifier = "SparseGPTModifier" if work == "repair" else "WandaPruningModifier"
     their_oneshot(model, windows, modifier, sparsity=SPARSITY, mask_structure="0:0")
     model.save_pretrained(out)

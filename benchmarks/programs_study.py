@@ -27,9 +27,9 @@ from prunus.oneshot.forward import swapped
 from prunus.ops.machine import device_of
 from prunus.sparse.decoder import MOST_SEQUENCES
 from prunus.sparse.load import load_packed
-from prunus.trained.data import read_token_file, spread
+from prunus.trained.data import Windows, read_token_file, spread
 from prunus.trained.problems import chat_prompt, read_problems
-from prunus.trained.quality import held_out_windows, metric_of
+from prunus.trained.quality import held_out_of, metric_of
 from prunus.trained.run_code import CONFINEMENT, check_confinement
 
 from .benchmark import Row
@@ -243,9 +243,8 @@ class MadeArm:
     def perplexity(self, measure: str) -> float:
         options, path = self.options, {"python": self.options.eval_tokens, "prose": self.options.prose_tokens}[measure]
         assert path is not None
-        file = read_token_file(path, self.folder)
-        held_out = held_out_windows(file, self.model, options.length, options.eval_windows, ())
-        return metric_of(self.model, held_out.samples)[1](self.model)
+        windows = Windows(read_token_file(path, self.folder).ids, options.length, model=self.model)
+        return metric_of(self.model, held_out_of(windows, options.eval_windows)[0])[1](self.model)
 
     def solved(self) -> Row:
         """The share of problems that it solves, why the others failed, and some answers to look at."""

@@ -288,7 +288,7 @@ def measure_training(run: Run, rounds: int) -> Row:
         "tokens_a_second": 1e3 * run.batch * run.accumulate * run.context / median,
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
         "steady_mib": torch.cuda.memory_allocated() / 2**20 if on_gpu else None,
-        "sparsity": training.sparsity(),
+        "sparsity": training.pruner.sparsity if training.pruner else 0.0,
     }
 
 

@@ -10,8 +10,12 @@ from .console import print
 from .shared_options import Flag, StartToken, TokenType, check_not_negative, given, size_in_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..lab.trainer import Training
     from ..sparsity_report import SparsityReport
-    from ..trained.quality import HeldOut, Quality
+    from ..trained.data import Rows
+    from ..trained.quality import Quality
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ def run(command: Command) -> None:
         return
     for flag in given(command, *OF_PROBLEMS):
         raise ValueError(f"{flag} is for programming problems; give them with --problems, or leave it off")
+    from ..eligible import eligible
     from ..lab.checkpoint import checkpoint_of
+    from ..sparsity_report import report
     from ..trained.data import folder_and_file
 
     if not command.path.exists():
@@ -76,54 +82,41 @@ def run(command: Command) -> None:
             kind = f"is for runs of prunus train, but {command.path} is a Hugging Face model"
             raise ValueError(f"{flag} {kind}: give --tokens, --text or --batches")
         path = command.path
-        figures, report, held_out = _of_folder(command)
+        figures, counted, held_out = _of_folder(command)
     else:
         for flag in given(command, *OF_FOLDERS) if found.exists() else ():
             raise ValueError(f"{flag} is for Hugging Face models, but {command.path} is a run; leave off {flag}")
-        evaluation = evaluated(command.path, command.data, command.validation, command.eval_windows, command.length)
-        path, report, held_out = found if found.exists() else command.path, evaluation.report, evaluation.held_out
-        at = "" if evaluation.step is None else f"step {evaluation.step}, "
-        figures = at + evaluation.quality.in_words(of_text=evaluation.is_text)
+        path = found if found.exists() else command.path
+        if command.length:
+            which = f"leave it off: {command.path} has the length of its training"
+            raise ValueError(f"--length is for Hugging Face models; {which}")
+        training, quality, step = evaluated(command.path, command.data, command.validation, command.eval_windows)
+        figures = f"step {step}, {quality.in_words(of_text=training.data.shape.kind == 'tokens')}"
+        counted = report(training.model, eligible(training.model, **training.run.choice))
+        held_out = training.held_out
     if command.every_layer:
-        print(report)
+        print(counted)
     print(
         f"{path}: {figures} on {held_out}; "
-        f"{report.sparsity:.4%} of {report.num_prunable:,} prunable weights "
-        f"and {report.sparsity_of_all:.4%} of all {report.num_parameters:,} are zero"
+        f"{counted.sparsity:.4%} of {counted.num_prunable:,} prunable weights "
+        f"and {counted.sparsity_of_all:.4%} of all {counted.num_parameters:,} are zero"
     )
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Quality and sparsity of a run; ``step`` where it is known."""
-
-    quality: "Quality"
-    report: "SparsityReport"
-    step: int | None
-    is_text: bool
-    held_out: str  # how many windows or images
-
-
 def evaluated(
-    path: Path,
-    data: str | None = None,
-    validation: Path | None = None,
-    eval_windows: int | None = None,
-    length: int = 0,
-) -> Evaluation:
-    """A run on its own held-out data or another's; without ``eval_windows`` on as much as in its training."""
-    from ..eligible import eligible
+    path: Path, data: str | None = None, validation: Path | None = None, eval_windows: int | None = None
+) -> "tuple[Training, Quality, int]":
+    """The model of a run, its quality on its own held-out data or another's, and its step; without ``eval_windows``
+    on as much as in its training.
+    """
     from ..lab.arithmetic import fixed_arithmetic
     from ..lab.checkpoint import checkpoint_of, load_checkpoint
     from ..lab.run import Run
     from ..lab.trained_run import described, load_exported
     from ..lab.trainer import Training
     from ..oneshot.progress import progress_line
-    from ..sparsity_report import report
 
     checkpoint = checkpoint_of(path)
-    if length:
-        raise ValueError(f"--length is for Hugging Face models; leave it off: {path} has the length of its training")
     if not checkpoint.exists() and (path / "run.json").is_file() and any(path.glob("*.safetensors")):
         (run, step, _), weights = described(path), load_exported(path).state_dict()
     else:
@@ -139,12 +132,10 @@ def evaluated(
     training = Training(run if validation is None else replace(run, validation=validation), trains=False)
     training.load_weights(weights)
     with fixed_arithmetic(training.run), progress_line(None, "evaluate") as show:
-        quality = training.evaluate(show)
-    found, is_text = eligible(training.model, **run.choice), training.data.shape.kind == "tokens"
-    return Evaluation(quality, report(training.model, found), step, is_text, training.held_out)
+        return training, training.evaluate(show), step
 
 
-def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
+def _of_folder(command: Command) -> "tuple[str, SparsityReport, str]":
     """Figures of a Hugging Face model, which has no data of its own."""
     from torch import Tensor
 
@@ -152,8 +143,8 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     from ..lab.recipe import device_named
     from ..oneshot.disk_offload import LIMITS, disk_offload_of
     from ..sparsity_report import report
-    from ..trained.data import check_batches, is_causal, read_batches
-    from ..trained.quality import held_out_rows, metric_of, token_quality
+    from ..trained.data import Arrays, check_batches, is_causal, read_batches
+    from ..trained.quality import held_out_of, metric_of, token_quality
 
     given = [name for name in ("tokens", "text", "batches") if getattr(command, name) is not None]
     if len(given) != 1:
@@ -168,10 +159,11 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, HeldOut]":
     if memory is not None:
         LIMITS[model] = memory, None
     if command.batches is not None and arrays is not None:
-        held_out = held_out_rows(check_batches(command.batches, arrays, model), command.eval_windows)
+        rows = Arrays(check_batches(command.batches, arrays, model))
+        samples, held_out = held_out_of(rows, command.eval_windows)
     else:
-        held_out = _windows(command, model)
-    disk, samples = disk_offload_of(model), held_out.samples
+        samples, held_out = _windows(command, model)
+    disk = disk_offload_of(model)
     found = report(model, eligible(model)) if disk is None else report(model, eligible(model), holding=disk.holding)
     if isinstance(samples, Tensor):
         return token_quality(model, samples).in_words(of_text=True), found, held_out
@@ -190,15 +182,14 @@ def _opened(path: Path, device: str) -> Any:
     return load_any_model(folder, "auto", file).to(device) if file else opened_folder(folder, device)
 
 
-def _windows(command: Command, model: Any) -> "HeldOut":
-    from ..trained.data import check_vocabulary, folder_and_file, longest_window, read_token_file, start_tokens
-    from ..trained.quality import held_out_windows
+def _windows(command: Command, model: Any) -> "tuple[Tensor | Rows, str]":
+    from ..trained.data import folder_and_file, read_token_file, windows_of
+    from ..trained.quality import held_out_of
 
     path = command.text or command.tokens
     assert path is not None
     folder, gguf_file = folder_and_file(command.path)
     file = read_token_file(path, folder, command.token_type, gguf_file, is_text=command.text is not None)
     print(*file.notes)
-    check_vocabulary(file, model)
-    start = start_tokens(command.start_token, [file], model)
-    return held_out_windows(file, model, command.length or longest_window(model), command.eval_windows, start)
+    (windows,) = windows_of([file], model, command.length, command.start_token)
+    return held_out_of(windows, command.eval_windows)

@@ -32,7 +32,7 @@ from ..plot import check_picture, layers_chart, save
 from ..recovery import Recovery
 from ..recovery.recover import training_arguments
 from ..sparsity_report import SparsityReport, report
-from ..trained.data import TokenCache
+from ..trained.data import TokenCache, TrainingBatches
 from ..trained.model import ModelSource, TrainedModel, load_trained
 from .console import print
 from .model_options import ModelCommand
@@ -140,14 +140,14 @@ def loaded(
 
 def _recovery(command: ModelCommand, trained: TrainedModel) -> Recover:
     """How the model will learn from the dense one; what that lacks is said before anything is done."""
-    if trained.training is None:
+    if trained.samples is None:
         raise ValueError(
             f"--recover needs --text, --tokens or --batches, and {command.model} reads none; recover it in Python: "
             "prunus.recover(model, teacher=result.dense(), ...)"
         )
     args = training_arguments(command.unfinished / "recovery", torch.device(command.device).type, seed=command.seed)
     options = batch_options(command.recover or "", trained, args, length=command.length)
-    trained.training(size=options.size, length=options.length)
+    TrainingBatches(trained.samples.of_length(options.length), options.size)  # refuses too few samples
     return lambda dense: recovered(command, trained, dense, args, options)
 
 

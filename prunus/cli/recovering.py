@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..recovery import Recovery, recover
-from ..trained.data import in_batches, text_config
+from ..trained.data import TrainingBatches, in_batches, text_config
 from ..trained.model import TrainedModel
 from .console import print
 from .shared_options import number_of
@@ -36,8 +36,8 @@ def batch_options(
     length = (length or min(LENGTH, longest or LENGTH)) if is_text else 1
     if isinstance(samples, dict) and is_text:
         length = samples["input_ids"].shape[1]
-    assert trained.training is not None
-    num_samples = trained.training(size=1, length=length).num_samples
+    assert trained.samples is not None
+    num_samples = len(trained.samples.of_length(length))
     size = batch or max(1, min(PER_PASS[args.device.type] // length if is_text else 32, num_samples // FEWEST_BATCHES))
     per_step = step_tokens or min(PER_STEP if is_text else 128, max(size * length, number // FEWEST_STEPS))
     accumulate = max(1, round(per_step / (size * length * args.world_size)))
@@ -46,8 +46,8 @@ def batch_options(
 
 
 def recovered(command: Any, trained: TrainedModel, teacher: nn.Module, args: Any, options: BatchOptions) -> Recovery:
-    assert trained.training is not None and trained.evaluated is not None
-    batches = trained.training(size=options.size, length=options.length)
+    assert trained.samples is not None and trained.evaluated is not None
+    batches = TrainingBatches(trained.samples.of_length(options.length), options.size, command.seed)
     held_out = in_batches(trained.evaluated, options.size)
     names = ("lr", "hard", "train", "offload_teacher", "compile", "seed")
     how = {name: getattr(command, name) for name in names if hasattr(command, name)}

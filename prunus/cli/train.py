@@ -15,25 +15,19 @@ def run(run: Run) -> None:
     run.check_launch()
     from ..lab.interruption import Interrupted
     from ..lab.trainer import train
+    from ..trained.quality import Quality
 
     is_first = os.environ.get("RANK", "0") == "0"  # only the first rank reports
     try:
-        if is_first:
-            _train(run)
-        else:
+        if not is_first:
             train(run)
+            return
+        with progress_bar(run.score if run.score != "none" else "dense", run.total_steps) as report:
+            result = train(run, report)
     except Interrupted as stop:
         if is_first:
             print(f"prunus train: {stop}", file=sys.stderr)
         raise SystemExit(stop.exit_code) from None
-
-
-def _train(run: Run) -> None:
-    from ..lab.trainer import train
-    from ..trained.quality import Quality
-
-    with progress_bar(run.score if run.score != "none" else "dense", run.total_steps) as report:
-        result = train(run, report)
     quality = Quality(result.loss, result.accuracy).in_words(of_text=bool(result.tokens))
     size = run.eval_size
     held_out = f"held-out data (its first {size:,}; --eval-size 0 takes all)" if size else "all held-out data"

@@ -139,9 +139,6 @@ class Training:
         total, unit = self.data.num_held_out, "windows" if isinstance(self.data, TokenData) else "images"
         return held_out_words(self.run.eval_size or total, total, unit, "the first")
 
-    def sparsity(self) -> float:
-        return self.pruner.sparsity if self.pruner else 0.0
-
     def zeros(self, *, of_dense: bool = False) -> dict[str, Any]:
         """Sparsity now and the zeros of each prunable layer, counted; of a dense run only on request."""
         if not self.pruner and not of_dense:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -149,55 +149,83 @@ def rows_of_tokens(model: Any, windows: Tensor) -> Tensor | Rows:
     return {"input_ids": windows[:, :half].contiguous(), "labels": windows[:, half:].contiguous()}
 
 
-def drawn(
-    ids: np.ndarray, num: int, length: int, seed: int, start: Sequence[int] = (), *, at_most: bool = False
-) -> Tensor:
-    """``num`` different windows (num, length) that do not overlap, chosen by ``seed``; fewer with ``at_most``."""
-    available = num_windows(ids, length, start)
-    if not available:
-        raise ValueError(
-            f"a window has {length} tokens, but there are only {len(ids)}; give more text, or a smaller --length"
-        )
-    if available < num and not at_most:
-        raise ValueError(f"{num} windows of {length} tokens requested, but there are {available}; take fewer")
-    return windows_at(ids, np.random.default_rng(seed).permutation(available)[:num], length, start)
+@dataclass(frozen=True)
+class Windows:
+    """Windows of ``length`` tokens, side by side in ``ids``; each begins with the tokens ``start``."""
+
+    unit: ClassVar[str] = "windows"
+    ids: np.ndarray
+    length: int
+    start: Sequence[int] = ()
+    model: Any = None  # that reads them in its own way
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise ValueError(f"a window needs at least 2 tokens, the second to be predicted, got {self.length}")
+
+    def __str__(self) -> str:
+        return f"windows of {self.length} tokens"
+
+    def __len__(self) -> int:
+        return len(self.ids) // (self.length - len(self.start))
+
+    def of_length(self, length: int) -> "Windows":
+        return replace(self, length=length)
+
+    def at(self, places: np.ndarray) -> Tensor | Rows:
+        step = self.length - len(self.start)
+        windows = np.empty((len(places), self.length), np.int64)
+        windows[:, : len(self.start)] = self.start
+        windows[:, len(self.start) :] = self.ids[: len(self) * step].reshape(-1, step)[places]
+        tokens = torch.from_numpy(windows)
+        return tokens if self.model is None else rows_of_tokens(self.model, tokens)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Named arrays, one row a sample."""
+
+    unit: ClassVar[str] = "samples"
+    rows: Rows
+
+    def __str__(self) -> str:
+        return "samples"
+
+    def __len__(self) -> int:
+        return num_rows(self.rows)
+
+    def of_length(self, length: int) -> "Arrays":
+        return self
+
+    def at(self, places: np.ndarray) -> Rows:
+        return {name: array[torch.from_numpy(places)] for name, array in self.rows.items()}
+
+
+Samples = Windows | Arrays
+
+
+def windows_of(files: Sequence[TokenFile], model: Any, length: int, start_token: str) -> list[Windows]:
+    """The windows of each file, which are alike: of ``length`` tokens, 0 takes the usual number, behind one start."""
+    for file in reversed(files):
+        check_vocabulary(file, model)
+    start = start_tokens(start_token, files, model)
+    return [Windows(file.ids, length or longest_window(model), start, model) for file in files]
+
+
+def drawn(samples: Samples, num: int, seed: int, *, at_most: bool = False) -> Tensor | Rows:
+    """``num`` different samples, chosen by ``seed``; fewer with ``at_most``."""
+    if isinstance(samples, Windows) and not len(samples):
+        few = f"a window has {samples.length} tokens, but there are only {len(samples.ids)}"
+        raise ValueError(f"{few}; give more text, or a smaller --length")
+    if len(samples) < num and not at_most:
+        raise ValueError(f"{num} {samples} requested, but there are {len(samples)}; take fewer")
+    return samples.at(np.random.default_rng(seed).permutation(len(samples))[:num])
 
 
 def spread(total: int, limit: int) -> np.ndarray:
     """Places of at most ``limit`` samples (0: all): middles of equal parts, as the first may be of one chapter."""
     num = min(total, limit or total)
     return (2 * np.arange(num) + 1) * total // (2 * max(1, num))
-
-
-def side_by_side(ids: np.ndarray, length: int, limit: int, start: Sequence[int] = ()) -> Tensor:
-    """Windows (num, length) spread evenly over the file, at most ``limit`` unless that is 0."""
-    which = spread(num_windows(ids, length, start), limit)
-    if not len(which):
-        raise ValueError(
-            f"there are only {len(ids)} held-out tokens, fewer than a window of {length}; give more text, or a "
-            "smaller --length"
-        )
-    return windows_at(ids, which, length, start)
-
-
-def windows_at(ids: np.ndarray, which: np.ndarray, length: int, start: Sequence[int]) -> Tensor:
-    """Windows (num, length) by their numbers, side by side in ``ids``."""
-    step = _step(length, start)
-    windows = np.empty((len(which), length), np.int64)
-    windows[:, : len(start)] = start
-    windows[:, len(start) :] = ids[: len(ids) // step * step].reshape(-1, step)[which]
-    return torch.from_numpy(windows)
-
-
-def num_windows(ids: np.ndarray, length: int, start: Sequence[int]) -> int:
-    return len(ids) // _step(length, start)
-
-
-def _step(length: int, start: Sequence[int]) -> int:
-    """Tokens of the file in a window."""
-    if length < 2:
-        raise ValueError(f"a window needs at least 2 tokens, the second to be predicted, got {length}")
-    return length - len(start)
 
 
 def read_batches(path: Path) -> Rows:
@@ -247,51 +275,30 @@ def split_rows(rows: Rows) -> tuple[Rows, Rows]:
     return {name: a[:edge] for name, a in rows.items()}, {name: a[edge:] for name, a in rows.items()}
 
 
-def drawn_rows(rows: Rows, num: int, seed: int, *, at_most: bool) -> Rows:
-    """``num`` different samples, chosen by ``seed``."""
-    available = num_rows(rows)
-    if available < num and not at_most:
-        raise ValueError(f"{num} samples requested, but there are {available}; take fewer")
-    chosen = torch.from_numpy(np.random.default_rng(seed).permutation(available)[:num])
-    return {name: array[chosen] for name, array in rows.items()}
-
-
 @dataclass(frozen=True)
 class TrainingBatches(Sequence[Any]):
     """Every sample once, ``size`` a batch, in the order of ``seed``; what is left over is left out."""
 
-    samples: TokenFile | Rows
-    model: Any
+    samples: Samples
     size: int
-    length: int = 0  # tokens of a window
-    start: Sequence[int] = ()  # tokens that open every window
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_samples < self.size:
-            what = f"windows of {self.length} tokens" if isinstance(self.samples, TokenFile) else "samples"
-            raise ValueError(f"there are {self.num_samples} {what}, fewer than a batch of {self.size}; give more data")
-
-    @property
-    def num_samples(self) -> int:
-        if isinstance(self.samples, TokenFile):
-            return num_windows(self.samples.ids, self.length, self.start)
-        return num_rows(self.samples)
+        if len(self.samples) < self.size:
+            few = f"there are {len(self.samples)} {self.samples}, fewer than a batch of {self.size}"
+            raise ValueError(f"{few}; give more data")
 
     def __len__(self) -> int:
-        return self.num_samples // self.size
+        return len(self.samples) // self.size
 
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        chosen = self.order[number * self.size : (number + 1) * self.size]
-        if isinstance(self.samples, TokenFile):
-            return rows_of_tokens(self.model, windows_at(self.samples.ids, chosen, self.length, self.start))
-        return {name: array[torch.from_numpy(chosen)] for name, array in self.samples.items()}
+        return self.samples.at(self.order[number * self.size : (number + 1) * self.size])
 
     @cached_property
     def order(self) -> np.ndarray:
-        return np.random.default_rng(self.seed).permutation(self.num_samples)
+        return np.random.default_rng(self.seed).permutation(len(self.samples))
 
 
 def in_batches(samples: Tensor | Rows, size: int) -> list[Any]:

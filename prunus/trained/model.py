@@ -22,24 +22,23 @@ from ..files.writer import MAX_SHARD_BYTES, Saved, WritePlan, write
 from ..oneshot.model_folder import Unfit, model_on_disk, save_from_disk
 from ..ops.wide_products import wide_products
 from .data import (
+    Arrays,
     Rows,
+    Samples,
     TokenCache,
     TokenFile,
-    TrainingBatches,
+    Windows,
     check_batches,
-    check_vocabulary,
     drawn,
-    drawn_rows,
-    longest_window,
     read_batches,
     read_token_file,
     rows_of_tokens,
     split_rows,
-    start_tokens,
     text_config,
     tokenizer_of,
+    windows_of,
 )
-from .quality import HeldOut, held_out_rows, held_out_windows, metric_of
+from .quality import held_out_of, metric_of
 from .tokens import TOKEN_TYPES
 
 STARTS = ("auto", "yes", "no")
@@ -61,7 +60,7 @@ class TrainedModel:
     moments: Mapping[str, Tensor] = field(default_factory=dict)  # Adam's second ones by weight, where a run has them
     held_out: str = ""  # how many samples the metric is of, where that is known
     note: str | None = None  # what to say before anything is done
-    training: Callable[..., TrainingBatches] | None = None  # all samples to learn from, of a size and a length
+    samples: Samples | None = None  # all that there are to learn from
     evaluated: Tensor | Rows | None = None  # the samples that the metric is of
 
 
@@ -129,14 +128,19 @@ def _hugging_face(source: ModelSource, folder: Path) -> TrainedModel:
     read = read_batches(source.batches) if source.batches else _token_files(source, folder)
     alone = load_without_data(source, folder)
     model = alone.model
-    chosen = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
-    calibration, held_out, training = chosen
-    metric, evaluate = metric_of(model, held_out.samples)
+    learned, held_out = _windows(source, model, *read) if isinstance(read, tuple) else _rows(source, model, read)
+    if learned is not None:
+        calibration = drawn(learned, source.samples, source.seed, at_most=source.at_most)
+    else:
+        assert isinstance(held_out, Windows)
+        calibration = rows_of_tokens(model, written_by(model, source.samples, held_out.length, source.seed))
+    evaluated, words = held_out_of(held_out, source.eval_windows)
+    metric, evaluate = metric_of(model, evaluated)
     notes = [alone.note] if alone.note else []
     notes += [note for file in read if file is not None for note in file.notes] if isinstance(read, tuple) else []
     note = "; ".join(dict.fromkeys(notes)) or None  # both parts of a split text have the same
-    known = {"batches": [calibration], "evaluate": evaluate, "metric": metric, "held_out": str(held_out), "note": note}
-    return replace(alone, training=training, evaluated=held_out.samples, **known)
+    known = {"batches": [calibration], "evaluate": evaluate, "metric": metric, "held_out": words, "note": note}
+    return replace(alone, samples=learned, evaluated=evaluated, **known)
 
 
 def _check_samples(source: ModelSource) -> None:
@@ -208,36 +212,26 @@ def load_without_data(source: ModelSource, folder: Path) -> TrainedModel:
 
 def _windows(
     source: ModelSource, model: Any, calibration: TokenFile | None, held_out: TokenFile
-) -> tuple[Tensor | Rows, HeldOut, Callable[..., TrainingBatches] | None]:
-    """Calibration and held-out windows of tokens, and batches to learn from."""
-    known = [file for file in (calibration, held_out) if file is not None]
-    for file in reversed(known):
-        check_vocabulary(file, model)
-    length, start = source.length or longest_window(model), start_tokens(source.start_token, known, model)
+) -> tuple[Windows | None, Windows]:
+    """Windows of tokens to calibrate on and to learn from, unless the model writes them, and held-out ones."""
+    files = [file for file in (calibration, held_out) if file is not None]
+    *learned, evaluated = windows_of(files, model, source.length, source.start_token)
+    length = evaluated.length
     longest = getattr(text_config(model), "max_position_embeddings", None) or length
     if length > longest:
         raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
-    training = None
-    if calibration is None:
-        windows = written_by(model, source.samples, length, source.seed)
-    else:
-        training = partial(TrainingBatches, calibration, model, start=start, seed=source.seed)
-        windows = drawn(calibration.ids, source.samples, length, source.seed, start, at_most=source.at_most)
-    evaluated = held_out_windows(held_out, model, length, source.eval_windows, start)
-    return rows_of_tokens(model, windows), evaluated, training
+    return learned[0] if learned else None, evaluated
 
 
-def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Rows, HeldOut, Callable[..., TrainingBatches]]:
-    """Calibration and held-out samples of named arrays, and batches to learn from."""
+def _rows(source: ModelSource, model: Any, rows: Rows) -> tuple[Arrays, Arrays]:
+    """Named arrays to calibrate on and to learn from, and held-out ones."""
     assert source.batches is not None
     rows = check_batches(source.batches, rows, model)
     if source.eval_batches is None:
         rows, held_out = split_rows(rows)
     else:
         held_out = check_batches(source.eval_batches, read_batches(source.eval_batches), model)
-    chosen = drawn_rows(rows, source.samples, source.seed, at_most=source.at_most)
-    training = partial(TrainingBatches, rows, model, seed=source.seed)
-    return chosen, held_out_rows(held_out, source.eval_windows), training
+    return Arrays(rows), Arrays(held_out)
 
 
 @torch.no_grad()

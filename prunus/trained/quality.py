@@ -1,7 +1,7 @@
 """How good a trained model is on held-out samples, by the measure that fits it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from ..files.one_line import in_one_line
 from ..oneshot.disk_offload import BY_BLOCK, by_block, model_blocks, opened
 from ..oneshot.distance import output_of
+from ..oneshot.forward import modes_kept
 from ..oneshot.probe.objective import with_labels
 from ..oneshot.progress import progress_line
 from ..oneshot.samples import Chunk
 from ..ops.wide_products import wide_products
-from .data import Rows, TokenFile, is_causal, num_rows, num_windows, rows_of_tokens, side_by_side, spread
+from .data import Rows, Samples, Windows, is_causal, num_rows, spread
 
 T = TypeVar("T")
 EVAL_WINDOWS = 128  # held-out windows of tokens that are evaluated where nothing else is said
@@ -49,30 +50,15 @@ def held_out_words(num: int, total: int, unit: str, which: str) -> str:
     return f"{num:,} of {total:,} held-out {unit}, {which} (--eval-windows 0 takes all)"
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Samples to evaluate on, of ``total`` that there are."""
-
-    samples: Tensor | Rows
-    total: int
-    unit: str
-
-    def __str__(self) -> str:
-        num = len(self.samples) if isinstance(self.samples, Tensor) else num_rows(self.samples)
-        return held_out_words(num, self.total, self.unit, "spread evenly")
-
-
-def held_out_windows(file: TokenFile, model: Any, length: int, limit: int | None, start: Sequence[int]) -> HeldOut:
-    """Windows of a file's tokens as the model reads them; 0 takes all, None at most 128."""
-    windows = side_by_side(file.ids, length, EVAL_WINDOWS if limit is None else limit, start)
-    return HeldOut(rows_of_tokens(model, windows), num_windows(file.ids, length, start), "windows")
-
-
-def held_out_rows(rows: Rows, limit: int | None) -> HeldOut:
-    """Samples of named arrays; None and 0 take all."""
-    total = num_rows(rows)
-    chosen = torch.from_numpy(spread(total, limit or 0))
-    return HeldOut({name: array[chosen] for name, array in rows.items()}, total, "samples")
+def held_out_of(samples: Samples, limit: int | None) -> tuple[Tensor | Rows, str]:
+    """Samples spread evenly, and how many they are in words; 0 takes all, None at most 128 windows or all arrays."""
+    if isinstance(samples, Windows) and not len(samples):
+        few = f"there are only {len(samples.ids)} held-out tokens, fewer than a window of {samples.length}"
+        raise ValueError(f"{few}; give more text, or a smaller --length")
+    if limit is None:
+        limit = EVAL_WINDOWS if isinstance(samples, Windows) else 0
+    places = spread(len(samples), limit)
+    return samples.at(places), held_out_words(len(places), len(samples), samples.unit, "spread evenly")
 
 
 def metric_of(model: Any, held_out: Tensor | Rows) -> tuple[str, Callable[[nn.Module], float]]:
@@ -147,19 +133,16 @@ def divergence(model: nn.Module, rows: Rows, dense: list[Tensor]) -> float:
 
 def _values(model: nn.Module, num: int, size: int, value: Callable[[Chunk], T]) -> Iterator[tuple[Chunk, T]]:
     """What a pass over some of ``num`` samples gives in evaluation mode; a bar or lines say how much of it is done."""
-    mode, chunks = model.training, [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
+    chunks = [Chunk(0, first, min(first + size, num)) for first in range(0, num, size)]
     blocks = model_blocks(model) if model in BY_BLOCK else []
-    with opened(model), progress_line(None, "evaluate") as report:
+    with opened(model), modes_kept(model), progress_line(None, "evaluate") as report:
 
         def show(num_done: int, total: int) -> None:
             if report is not None:
                 report(num_done, total, "held-out samples")
 
         model.eval()
-        try:
-            yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
-        finally:
-            model.train(mode)
+        yield from zip(chunks, by_block(model, blocks, chunks, value, progress=show), strict=True)
 
 
 def _size(model: Any, length: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..oneshot.forward import first_tensor, outputs
+from ..oneshot.forward import first_tensor, modes_kept, outputs
 from ..oneshot.samples import Chunk, moved, samples_of
 from ..ops.machine import wait_for
 from .data import is_causal, text_config
@@ -34,9 +34,9 @@ class Speed:
 def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str, Callable[[], None]]) -> Speed:
     """The speed of a model in each state, which its function enters; in turns, so that a slow moment meets all."""
     seconds: dict[str, list[float]] = {name: [] for name in states}
-    mode, began = model.training, time.perf_counter()
-    model.eval()
-    try:
+    began = time.perf_counter()
+    with modes_kept(model):
+        model.eval()
         unit, run = _work(model, batches)
         for number in range(ROUNDS):
             if number and time.perf_counter() - began > LONGEST:
@@ -48,8 +48,6 @@ def compare_speed(model: nn.Module, batches: Iterable[Any], states: Mapping[str,
                 while not num or time.perf_counter() - start < SECONDS:
                     num += run()
                 seconds[name].append((time.perf_counter() - start) / num)
-    finally:
-        model.train(mode)
     return Speed(unit, {name: 1 / median(each) for name, each in seconds.items()})
 
 

@@ -108,4 +108,4 @@ def test_bfloat16_uses_onednn_only_where_the_cpu_has_it(monkeypatch):
 def test_eval_gives_the_number_of_train_whatever_the_process_did(tmp_path):
     loss = trained(tmp_path / "run", True)[0]
     torch.backends.mkldnn.enabled = False
-    assert evaluated(tmp_path / "run").quality.loss == loss
+    assert evaluated(tmp_path / "run")[1].loss == loss

@@ -15,10 +15,12 @@ from unbroken_run import assert_same, metrics
 
 from prunus.cli.eval import evaluated
 from prunus.doctor import examine
+from prunus.eligible import eligible
 from prunus.lab.checkpoint import checkpoint_of, load_checkpoint
 from prunus.lab.run import Run
 from prunus.lab.trainer import train
 from prunus.ops import bits
+from prunus.sparsity_report import report
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 BOUND = 1e-4  # of a loss between numbers of ranks: sums over ranks round differently
@@ -137,9 +139,9 @@ def ranks_train_as_one_process(alone: Path, ranks: Path) -> None:
 
 
 def they_evaluate_as_one_process_to_the_bit(ranks: Path) -> None:
-    found, result = evaluated(ranks / "checkpoint.pt", eval_windows=30), result_of(ranks)
-    quality = (found.quality.loss, found.quality.accuracy)
-    assert (*quality, found.report.sparsity, found.step) == (result["loss"], result["accuracy"], 0.5, 12)
+    (training, quality, step), result = evaluated(ranks / "checkpoint.pt", eval_windows=30), result_of(ranks)
+    sparsity = report(training.model, eligible(training.model)).sparsity
+    assert (quality.loss, quality.accuracy, sparsity, step) == (result["loss"], result["accuracy"], 0.5, 12)
 
 
 def an_interrupted_run_is_an_unbroken_one(first: Path, second: Path) -> None:

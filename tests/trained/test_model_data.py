@@ -8,7 +8,7 @@ import torch
 from families import build, transformers
 
 from prunus.cli import main
-from prunus.trained.data import drawn, side_by_side, spread
+from prunus.trained.data import Windows, drawn, spread
 from prunus.trained.model import ModelSource, load_trained
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -151,11 +151,12 @@ def test_vocabularies_over_65536_are_pruned(tmp_path, capsys):
 @pytest.mark.parametrize("start", [[], [7]])
 def test_windows_open_with_the_start_tokens_and_go_on_with_the_file(start):
     ids = np.arange(100, 200)
-    windows = side_by_side(ids, 8, 0, start)
+    samples = Windows(ids, 8, start)
+    windows = samples.at(spread(len(samples), 0))
     num, step = 100 // (8 - len(start)), 8 - len(start)
     assert windows[:, len(start) :].flatten().tolist() == ids[: num * step].tolist()
     assert windows[:, : len(start)].tolist() == [start] * num
-    chosen = drawn(ids, 4, 8, 0, start)
+    chosen = drawn(samples, 4, 0)
     assert chosen.shape == (4, 8) and len({tuple(row) for row in chosen.tolist()}) == 4
     assert len(set(chosen[:, len(start) :].flatten().tolist())) == 4 * (8 - len(start))
 
