@@ -198,7 +198,7 @@ def _layers_of(check: UnitCheck, same: nn.Module, field: UnitField) -> list[Unit
             return layers
         faults.append(fault)
     tried = "" if len(faults) == 1 else f" ({len(faults)} layouts of the weights were tried)"
-    raise ValueError(f"{field.kind} of {type(model).__name__} cannot be cut one by field: {faults[0]}{tried}")
+    raise ValueError(f"{field.kind} of {type(model).__name__} cannot be removed one at a time: {faults[0]}{tried}")
 
 
 def _layouts(size: int, head_size: int = 1, group_size: int = 1) -> list[tuple[int, ...]]:
@@ -244,7 +244,7 @@ def _dims(model: nn.Module, same: nn.Module, less: nn.Module, field: UnitField, 
         size, after = tensor.shape[changed[0]], smaller[name].shape[changed[0]]
         if len(changed) > 1 or size * left != after * field.num or size % field.num:
             why = "" if field.kind == "neurons" else ", or the size of its heads changes with their number"
-            raise ValueError(f"{field.path} counts no equal parts of {name}, {list(tensor.shape)}{why}")
+            raise ValueError(f"{field.path} does not divide {name}, {list(tensor.shape)}, into equal parts{why}")
         if field.kind == "neurons" and tensor.ndim == 3 and not _is_layer(model, name):
             raise ValueError(f"{name} stacks experts, whose neurons stay")
         dims[name] = changed[0]

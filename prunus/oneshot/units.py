@@ -170,15 +170,24 @@ class Widths:
             for path, num in self.nums[kind].items():
                 left[path] = num - num_removed(kind, removed, num)
                 if kind == "neurons":
-                    if left[path] < wanted.multiple <= num:
-                        problem = f"{left[path]} of {num} neurons would stay, fewer than multiple={wanted.multiple}"
-                        raise ValueError(f"{problem}; remove fewer, or give a smaller multiple")
                     left[path] = _rounded(left[path], num, wanted.multiple)
                 elif left[path] not in (allowed := self.plan.allowed(path)):
-                    removable = ", ".join(str(num - one) for one in allowed[:-1]) or "none"
+                    removable = ", ".join(str(num - one) for one in reversed(allowed[:-1])) or "none"
                     problem = f"cannot remove {num - left[path]} of {num} head groups: the class refuses what is left"
                     raise ValueError(f"{problem}; numbers that can go: {removable}")
+        self._check_multiple(left, wanted.multiple)
         return left
+
+    def _check_multiple(self, left: Mapping[str, int], multiple: int) -> None:
+        """Refuse a multiple that cannot be kept; layers that never had so many neurons keep any number of them."""
+        nums = {path: num for path, num in self.nums["neurons"].items() if left.get(path, num) < num}
+        if nums and max(nums.values()) < multiple:
+            problem = f"multiple={multiple} is more than the {max(nums.values())} neurons of a layer"
+            raise ValueError(f"{problem}; give a smaller multiple")
+        for path, num in nums.items():
+            if left[path] < multiple <= num:
+                problem = f"{left[path]} of {num} neurons would stay, fewer than multiple={multiple}"
+                raise ValueError(f"{problem}; remove less, or give a smaller multiple")
 
     def of_size(self, most: float, wanted: Wanted) -> dict[str, int]:
         """Units that stay so that the blocks keep the largest number of weights that is not above ``most``."""
@@ -187,9 +196,9 @@ class Widths:
             return {}
         if not any(self.nums.values()):
             raise ValueError(". ".join(self.plan.reasons.values()))
-        found = {} if wanted.keeps_heads else self.nums["heads"]
+        reduced = {} if wanted.keeps_heads else self.nums["heads"]
         heads = {}
-        for path, num in found.items():  # the smallest number that is not below the share: neurons go instead
+        for path, num in reduced.items():  # the smallest number that is not below the share: neurons go instead
             heads[path] = next(left for left in self.plan.allowed(path) if left >= most / num_now * num - 1e-9)
         free, multiple = self.nums["neurons"], wanted.multiple
         if not free and wanted.keeps_heads:
@@ -209,7 +218,9 @@ class Widths:
             now = f"with the fewest that can stay, {self.num_weights(left(least)):,} of {num_now:,} weights are left"
             problem = f"size={wanted.size:g} leaves no {unit}: {now}, but only {int(most):,} may be"
             raise ValueError(f"{problem}; give a larger size, or also layers= or experts=")
-        return left(shares[at - 1])
+        found = left(shares[at - 1])
+        self._check_multiple(found, multiple)
+        return found
 
 
 def _rounded(left: int, num: int, multiple: int) -> int:
