@@ -274,7 +274,7 @@ def _lots(num: int, num_drawn: int, generator: torch.Generator) -> Tensor:
 @contextmanager
 def pruned_by(scores: Scores, masks: Masks) -> Iterator[float]:
     """The model, pruned by masks for a while, and its sparsity."""
-    pruned = {}
+    pruned: dict[Tensor, Tensor] = {}
     for name, mask in masks.items():
         weight = scores.weights[name].parameter
         pruned[weight] = weight.data.masked_fill(~mask.to(weight.device), 0.0)
