@@ -152,6 +152,8 @@ def _of_folder(command: Command) -> "tuple[str, SparsityReport, str]":
             f"{command.path} is a Hugging Face model, which needs --tokens, --text or --batches with held-out data, "
             f"got {' and '.join(f'--{name}' for name in given) or 'none'}"
         )
+    if command.batches is not None and command.length:
+        raise ValueError("--length is for text and tokens; leave it off: samples of --batches have their own")
     memory = None if command.memory is None else size_in_bytes(command.memory)
     arrays = None if command.batches is None else read_batches(command.batches)
     device = device_named(command.device)

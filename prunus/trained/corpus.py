@@ -117,6 +117,12 @@ def find_corpus(path: Path, report: Progress | None = None) -> Corpus:
     return Corpus(path, (path,), (size,), 0)
 
 
+def stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of change of the files of a text, of which none is read."""
+    files = _files_below(path) if path.is_dir() else [path] if path.exists() else []
+    return [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.lstat()]]
+
+
 def _corpus_of_folder(folder: Path, report: Progress | None) -> Corpus:
     listed, sizes = _files_below(folder), dict[Path, int]()
     for number, path in enumerate(listed):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..files.regular import check_regular_files
 from . import tokens as token_files
+from .corpus import stamps
 from .text import read_text, write_tokens
 from .tokens import TOKEN_TYPES, read_tokens, suffix_of
 
@@ -45,9 +46,10 @@ class TokenCache:
     most: int
 
     def read(self, text: Path, folder: Path, gguf_file: str | None) -> TokenFile:
-        """The tokens, which are written unless they are there."""
+        """The tokens, which are written unless they are there; of a text that changed they are others."""
         tokenizer = text_tokenizer(text, folder, gguf_file)
-        known = hashlib.sha256(repr((str(text.resolve()), self.most, len(tokenizer))).encode()).hexdigest()
+        about = str(text.resolve()), stamps(text), self.most, len(tokenizer)
+        known = hashlib.sha256(repr(about).encode()).hexdigest()
         path = self.folder / f"tokens-{known[:16]}.u32"
         notes = [] if path.is_file() else write_tokens(text, tokenizer, path, self.most)
         return TokenFile(text, read_tokens(path), start_of(tokenizer), notes)
@@ -208,6 +210,9 @@ def windows_of(files: Sequence[TokenFile], model: Any, length: int, start_token:
     """The windows of each file, which are alike: of ``length`` tokens, 0 takes the usual number, behind one start."""
     for file in reversed(files):
         check_vocabulary(file, model)
+    longest = getattr(text_config(model), "max_position_embeddings", None) or length
+    if length > longest:
+        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
     start = start_tokens(start_token, files, model)
     return [Windows(file.ids, length or longest_window(model), start, model) for file in files]
 

@@ -34,7 +34,6 @@ from .data import (
     read_token_file,
     rows_of_tokens,
     split_rows,
-    text_config,
     tokenizer_of,
     windows_of,
 )
@@ -164,6 +163,8 @@ def _check_samples(source: ModelSource) -> None:
             "a model from a folder needs samples: give --text with a file or a folder, --tokens or --batches; the last "
             "tenth is held out, unless --eval-text, --eval-tokens or --eval-batches gives other samples"
         )
+    if is_written and "batches" in second:
+        raise ValueError("--calibrate self writes text, so what is held out must be text, too: give --eval-text")
     if second and not is_written and ("batches" in first) != ("batches" in second):
         raise ValueError(f"--{first[0]} and --eval-{second[0]} are different kinds of samples; use the same kind")
 
@@ -216,10 +217,6 @@ def _windows(
     """Windows of tokens to calibrate on and to learn from, unless the model writes them, and held-out ones."""
     files = [file for file in (calibration, held_out) if file is not None]
     *learned, evaluated = windows_of(files, model, source.length, source.start_token)
-    length = evaluated.length
-    longest = getattr(text_config(model), "max_position_embeddings", None) or length
-    if length > longest:
-        raise ValueError(f"--length {length} is more than the {longest} tokens that the model reads; choose less")
     return learned[0] if learned else None, evaluated
 
 

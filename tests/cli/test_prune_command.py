@@ -183,6 +183,21 @@ def test_calibration_text_may_be_the_models_own(folder, capsys):
     assert "leave off --tokens" in refused(capsys, *command, folder / "third", "--tokens", folder / "calib.u16")
 
 
+def test_batches_cannot_be_held_out_where_the_model_writes_the_text(folder, capsys):
+    np.savez(folder / "rows.npz", input_ids=np.zeros((4, 8), np.int64))
+    command = ["prune", folder / "model", "--eval-batches", folder / "rows.npz", "--calibrate", "self"]
+    assert "must be text, too: give --eval-text" in refused(capsys, *command, "--out", folder / "out")
+    assert not (folder / "out").exists()
+
+
+def test_lengths_that_an_evaluation_could_not_use_are_refused(folder, capsys):
+    np.savez(folder / "rows.npz", input_ids=np.zeros((4, 8), np.int64))
+    how = ["--batches", folder / "rows.npz", "--length", "4"]
+    assert "--length is for text and tokens; leave it off" in refused(capsys, "eval", folder / "model", *how)
+    how = ["--tokens", folder / "valid.u16", "--length", "4096"]
+    assert "--length 4096 is more than the" in refused(capsys, "eval", folder / "model", *how)
+
+
 def test_killed_when_only_its_own_folder_was_left_to_remove_the_same_command_removes_it(folder, capsys):
     command = ["prune", folder / "model", *FAST, *data_of(folder), "--no-repair", "--out", folder / "out"]
     run(*command)

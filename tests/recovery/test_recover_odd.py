@@ -292,3 +292,6 @@ def test_tokens_that_are_kept_are_those_of_their_text(folders):
     cache = TokenCache(folders, 10_000)
     lengths = [len(cache.read(folders / name, folders / "dense", None).ids) for name in ("text.txt", "short.txt")]
     assert lengths == [4000, 480]
+    text = (folders / "short.txt").read_text()
+    (folders / "short.txt").write_text(text + text)
+    assert len(cache.read(folders / "short.txt", folders / "dense", None).ids) > 480
