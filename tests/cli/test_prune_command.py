@@ -369,13 +369,15 @@ def test_what_was_written_is_evaluated_to_the_same_figures_in_every_form(folder,
 
 def test_a_model_without_data_of_its_own_is_told_what_it_needs(folder, capsys):
     np.full(40, 41, "<u2").tofile(folder / "other.u16")
+    np.full(20, 4, "<u2").tofile(folder / "few.u16")
     tokens = ["--tokens", folder / "valid.u16"]
     for said, options in {
         "needs --tokens": [],
         "--data is for runs": [*tokens, "--data", "stdlib"],
         "give --tokens": ["--validation", folder / "valid.u16"],
         "--length must be at least 0": [*tokens, "--length", -1],
-        "fewer than a window": [*tokens, "--length", 500],
+        "more than the 32 tokens that the model reads": [*tokens, "--length", 500],
+        "fewer than a window": ["--tokens", folder / "few.u16", "--length", 30],
         "holds token 41": ["--tokens", folder / "other.u16"],
     }.items():
         assert said in refused(capsys, "eval", folder / "model", *options)
