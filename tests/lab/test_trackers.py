@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,12 @@ def test_tensorboard_and_wandb_offline_hold_the_same_metrics(tmp_path, monkeypat
         expected = [(step, pytest.approx(got[name], rel=1e-6)) for step, got in logged if name in got]
         assert [(one.step, one.value) for one in board.Scalars(name)] == expected
 
-    kept = next((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")).read_bytes()
-    losses = [got["loss"] for _, got in logged if "loss" in got]
-    assert len(losses) == 6 and all(repr(loss).encode() in kept for loss in losses)
+    log = next((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    losses = [repr(got["loss"]).encode() for _, got in logged if "loss" in got]
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all(loss in log.read_bytes() for loss in losses):
+        time.sleep(0.1)  # a process of wandb's own writes it
+    assert len(losses) == 6 and all(loss in log.read_bytes() for loss in losses)
 
 
 def test_trackio_holds_the_same_metrics(tmp_path, monkeypatch):
