@@ -20,8 +20,8 @@ from ..files.writer import WritePlan, write
 from ..grids import on_grids
 from ..oneshot.samples import digest
 from ..ranks import is_dtensor
-from .plan import Batches
 from .result import Recovery
+from .step_batches import Batches
 from .teacher import narrowed
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from ..ranks import local
 from .folder import last_checkpoint, settings_of, write_recovered
 from .learned_scale import LearnedScale, check_codes
 from .loss import Distillation, Figures
-from .plan import HELD_OUT, Batches, Plan, Steps, random_kept
+from .plan import Plan
 from .result import Recovery
+from .step_batches import HELD_OUT, Batches, Steps, random_kept
 from .teacher import Teacher, check_apart, check_values, compiled_blocks, learning, loaded, warn_if_whole
 
 if TYPE_CHECKING:

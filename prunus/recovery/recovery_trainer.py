@@ -35,8 +35,9 @@ from ..pruner import Pruner
 from ..ranks import is_dtensor, local
 from .learned_scale import learned_scales
 from .loss import Counts, Distillation, Figures, figures_of
-from .plan import LR, Plan, Steps
+from .plan import LR, Plan
 from .result import Point
+from .step_batches import Steps
 from .teacher import narrowed
 
 BETAS = (0.9, 0.99)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from prunus.recovery.plan import FACTORS, LR, Batches, Plan, Steps
+from prunus.recovery.plan import FACTORS, LR, Plan
+from prunus.recovery.step_batches import Batches, Steps
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9, 10, 299, 300, 1000, 5000])
