@@ -201,24 +201,28 @@ class AdamWPrune(torch.optim.Optimizer):
 
         self._kernels = getattr(self, "_kernels", None) or AdamWStep()
         scale, operands, copies = self.lr_scale, [], []
-        owned, ranks = self._owned([parameter for _, parameter, _ in given])
+        parameters = [parameter for _, parameter, _ in given]
+        owned, ranks = self._owned(parameters)
+        is_sharded = any(map(is_dtensor, parameters))
         found_inf = getattr(self, "found_inf", None)
+        numbers, lrs_at = self._numbers(scale)
         for (group, parameter, grad), is_owner in zip(given, owned, strict=True):
-            state, lr = self._state_of(parameter), group["lr"]
-            if not local(parameter).numel():  # an empty shard: no kernel is launched for it
+            state = self._state_of(parameter)
+            tensors = parameter, grad, state["exp_avg"], state["exp_avg_sq"]
+            if is_sharded:
+                tensors = tuple(map(local, tensors))
+            if not tensors[0].numel():  # an empty shard: no kernel is launched for it
                 state["step"] += 1 if found_inf is None else 1 - found_inf
                 continue
-            on_device = isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 and scale == 1.0
-            numbers = (0.0 if on_device else float(lr) * scale, *group["betas"], group["eps"], group["weight_decay"])
+            if not all(map(Tensor.is_contiguous, tensors)):
+                # kernels index memory, masks index elements: with channels_last the two differ
+                flat = tuple(tensor.contiguous() for tensor in tensors)
+                copies += [(tensors[i], flat[i]) for i in (0, 2, 3) if flat[i] is not tensors[i]]
+                tensors = flat
             mask = None if parameter in self.unmasked else state.get("mask")
-            written = [local(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-            # kernels index memory, masks index elements: with channels_last the two differ
-            weight, exp_avg, exp_avg_sq = flat = [tensor.contiguous() for tensor in written]
-            copies += [(old, new) for old, new in zip(written, flat, strict=True) if new is not old]
-            tensors = (weight, local(grad).contiguous(), exp_avg, exp_avg_sq, state["step"], mask)
             lr_factor = self.lr_factors.get(parameter)
-            at = (lr.data_ptr() if on_device else 0, 0 if lr_factor is None else lr_factor.data_ptr())
-            operands.append(Operand(*tensors, numbers, *at, is_owner))
+            at = lrs_at[id(group)], 0 if lr_factor is None else lr_factor.data_ptr()
+            operands.append(Operand(*tensors, state["step"], mask, numbers[id(group)], *at, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
         if operands:
@@ -227,6 +231,17 @@ class AdamWPrune(torch.optim.Optimizer):
                 old.copy_(new)
         elif self.max_norm and total:  # the sum over ranks is collective
             self.grad_norm = total(torch.zeros(1, device=given[0][1].device)).sqrt().squeeze(0)
+
+    def _numbers(self, scale: float) -> tuple[dict[int, tuple[float, ...]], dict[int, int]]:
+        """Numbers of each parameter group, by its id, and the address of its learning rate where kernels read that."""
+        numbers, lrs_at = {}, {}
+        for group in self.param_groups:
+            lr = group["lr"]
+            on_device = isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 and scale == 1.0
+            lrs_at[id(group)] = lr.data_ptr() if on_device else 0
+            own = 0.0 if on_device else float(lr) * scale
+            numbers[id(group)] = (own, *group["betas"], group["eps"], group["weight_decay"])
+        return numbers, lrs_at
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("max_norm", "spam", "moment_dtype", "grad_norm", "_on_gpu")

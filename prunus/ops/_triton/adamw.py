@@ -1,7 +1,9 @@
 """The masked AdamW step over all tensors: norm, numbers of the step, update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +18,7 @@ UPDATED = 512  # elements a program updates: one block of 128 threads, so that m
 W, G, M, V, MASK, NUMEL, STEP, FIRST = (tl.constexpr(i) for i in range(8))
 LR, BETA1, BETA2, EPS, DECAY, LR_AT, RATE_AT = (tl.constexpr(i) for i in range(7))
 SHRINK, SIZE, SCALE = (tl.constexpr(i) for i in range(3))
+Rows = list[tuple[int, ...]]
 
 
 @triton.jit
@@ -165,7 +168,8 @@ def update_kernel(
                 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+# not frozen: a step makes one for every weight, and a frozen one takes three times as long to make
+@dataclass(slots=True, eq=False)
 class Operand:
     """One weight of a step: its gradient, moments, step count on the device, mask, and its group's numbers."""
 
@@ -185,10 +189,19 @@ class Operand:
         """What the operands of one launch have in common."""
         return self.weight.device, self.weight.dtype, self.grad.dtype, self.exp_avg.dtype
 
-    def row(self, first_tile: int) -> tuple[int, ...]:
-        tensors = (self.weight, self.grad, self.exp_avg, self.exp_avg_sq, self.mask)
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return (*addresses, self.weight.numel(), self.step.data_ptr(), first_tile)
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The operand's row of a table, but for its first tile."""
+        mask = self.mask
+        return (
+            self.weight.data_ptr(),
+            self.grad.data_ptr(),
+            self.exp_avg.data_ptr(),
+            self.exp_avg_sq.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            self.weight.numel(),
+            self.step.data_ptr(),
+        )
 
 
 @dataclass(frozen=True)
@@ -202,45 +215,57 @@ class Extras:
     total: Callable[[Tensor], Tensor] | None = None  # sums squares over ranks
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """A table of addresses on the device, the number of tiles, and what all addresses are multiples of."""
+
+    table: Tensor
+    num: int
+    align: int
+
+
 class AdamWStep:
     """Launches of the step; tables stay on the device until an address or a number changes."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple, tuple[tuple, Tensor]] = {}
+        self._known: dict[tuple, tuple[Any, Any]] = {}  # what a table was made from, and the table
 
     def __call__(self, operands: Sequence[Operand], extras: Extras, tile: int = UPDATED) -> Tensor | None:
         """Update all weights; returns the norm of the kept gradients, on the device, if they are clipped."""
         device = operands[0].weight.device
         norm = torch.empty((), device=device)
         partial = norm
+        kinds = {kind: (alike, [operand.row for operand in alike]) for kind, alike in by_kind(operands).items()}
         if extras.max_norm:
-            counted = by_kind([operand for operand in operands if operand.is_owner])
-            partial = self._squares(counted, max(tile, TILE if device.type == "cuda" else tile)) if counted else None
+            partial = self._squares(kinds, max(tile, TILE if device.type == "cuda" else tile))
             if extras.total is not None:
                 partial = extras.total(norm.new_zeros(1) if partial is None else partial.sum(0, keepdim=True))
-        for kind, alike in by_kind(operands).items():
-            self._update(kind, alike, extras, partial, norm, tile)
+        for kind, (alike, rows) in kinds.items():
+            self._update(kind, alike, rows, extras, partial, norm, tile)
         return norm if extras.max_norm else None
 
-    def _squares(self, kinds: dict[tuple, list[Operand]], tile: int) -> Tensor:
-        """Partial sums of squares of the kept gradients of all operands."""
+    def _squares(self, kinds: Mapping[tuple, tuple[list[Operand], Rows]], tile: int) -> Tensor | None:
+        """Partial sums of squares of the kept gradients of all operands that this rank owns; None if it owns none."""
         sums = []
-        for kind, operands in kinds.items():
-            table, num_tiles, align = self._addresses(("norm", *kind), operands, tile)
-            num_programs = max(1, min(num_tiles, PROGRAMS_PER_SM * num_multiprocessors(table.device)))
-            sums.append(torch.empty(num_programs, device=table.device))
-            shape = {"ALIGN": align, "DEPTH": _depth(operands), "BLOCK": min(BLOCK, tile), "TILE": tile}
-            args = (table, len(operands), num_tiles, sums[-1])
-            launch(norm_kernel, (num_programs,), args, {"GT": TYPES[kind[2]], **shape})
-        return torch.cat(sums) if len(sums) > 1 else sums[0]
+        for kind, (operands, rows) in kinds.items():
+            owned = [row for operand, row in zip(operands, rows, strict=True) if operand.is_owner]
+            if owned:
+                tiles = self._tiles(("norm", *kind), owned, tile, kind[0])
+                num_programs = max(1, min(tiles.num, PROGRAMS_PER_SM * num_multiprocessors(kind[0])))
+                sums.append(torch.empty(num_programs, device=kind[0]))
+                shape = {"ALIGN": tiles.align, "DEPTH": _depth(owned), "BLOCK": min(BLOCK, tile), "TILE": tile}
+                args = (tiles.table, len(owned), tiles.num, sums[-1])
+                launch(norm_kernel, (num_programs,), args, {"GT": TYPES[kind[2]], **shape})
+        return torch.cat(sums) if len(sums) > 1 else sums[0] if sums else None
 
     def _update(
-        self, kind: tuple, operands: list[Operand], extras: Extras, partial: Tensor, norm: Tensor, tile: int
+        self, kind: tuple, operands: list[Operand], rows: Rows, extras: Extras, partial: Tensor, norm: Tensor, tile: int
     ) -> None:
-        table, num_tiles, align = self._addresses(("update", *kind), operands, tile)
-        numbers = tuple((*operand.numbers, float(operand.lr_at), float(operand.rate_at), 0.0) for operand in operands)
-        given = self._table(("numbers", *kind), numbers, torch.float64, table.device)
-        derived = torch.empty(len(operands), 4, device=table.device)
+        device, depth = kind[0], _depth(operands)
+        tiles = self._tiles(("update", *kind), rows, tile, device)
+        numbers = [(operand.numbers, operand.lr_at, operand.rate_at) for operand in operands]
+        given = self._numbers(("numbers", *kind), numbers, device)
+        derived = torch.empty(len(operands), 4, device=device)
         grad_scale = extras.grad_scale if extras.grad_scale is not None else norm
         found_inf = extras.found_inf if extras.found_inf is not None else norm
         skips = extras.found_inf is not None
@@ -248,29 +273,32 @@ class AdamWStep:
         max_norm, theta = extras.max_norm or 0.0, extras.theta or 0.0
         sums = (partial, norm, grad_scale, found_inf, max_norm, partial.numel())
         does = {"CLIPS": clips, "SCALES": scales, "SKIPS": skips, "CHUNK": 1024}
-        launch(prepare_kernel, (len(operands),), (table, given, derived, *sums), does)
-        types = {"WT": TYPES[kind[1]], "GT": TYPES[kind[2]], "MT": TYPES[kind[3]], "ALIGN": align}
+        launch(prepare_kernel, (len(operands),), (tiles.table, given, derived, *sums), does)
+        types = {"WT": TYPES[kind[1]], "GT": TYPES[kind[2]], "MT": TYPES[kind[3]], "ALIGN": tiles.align}
         does = {"SPAM": extras.theta is not None, "SCALED": clips or scales, "SKIPS": skips}
-        shape = {"DEPTH": _depth(operands), "BLOCK": tile, "TILE": tile}
-        args = (table, len(operands), num_tiles, given, derived, found_inf, theta)
-        launch(update_kernel, (num_tiles,), args, {**types, **does, **shape})
+        args = (tiles.table, len(operands), tiles.num, given, derived, found_inf, theta)
+        launch(update_kernel, (tiles.num,), args, {**types, **does, "DEPTH": depth, "BLOCK": tile, "TILE": tile})
 
-    def _addresses(self, key: tuple, operands: list[Operand], tile: int) -> tuple[Tensor, int, int]:
-        """The table of addresses, the number of tiles, and what all addresses are multiples of."""
-        rows, num_tiles = [], 0
-        for operand in operands:
-            rows.append(operand.row(num_tiles))
-            num_tiles += triton.cdiv(operand.weight.numel(), tile)
-        table = self._table(key, tuple(rows), torch.int64, operands[0].weight.device)
-        return table, num_tiles, alignment(address for row in rows for address in row[:4])
-
-    def _table(self, key: tuple, rows: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-        known = self._tables.get(key)
+    def _tiles(self, key: tuple, rows: Rows, tile: int, device: torch.device) -> Tiles:
+        known = self._known.get(key)
         if known is None or known[0] != rows:
-            host = torch.tensor(rows, dtype=dtype)
-            pinned = host.pin_memory() if device.type == "cuda" else host
-            self._tables[key] = known = (rows, pinned.to(device, non_blocking=True))
+            firsts = [0, *accumulate(-(-row[5] // tile) for row in rows)]
+            filled = [(*row, first) for row, first in zip(rows, firsts, strict=False)]
+            align = alignment(address for row in rows for address in row[:4])
+            self._known[key] = known = (rows, Tiles(_on(device, filled, torch.int64), firsts[-1], align))
         return known[1]
+
+    def _numbers(self, key: tuple, numbers: list[tuple], device: torch.device) -> Tensor:
+        known = self._known.get(key)
+        if known is None or known[0] != numbers:
+            filled = [(*own, float(lr_at), float(rate_at), 0.0) for own, lr_at, rate_at in numbers]
+            self._known[key] = known = (numbers, _on(device, filled, torch.float64))
+        return known[1]
+
+
+def _on(device: torch.device, rows: Sequence[tuple], dtype: torch.dtype) -> Tensor:
+    host = torch.tensor(rows, dtype=dtype)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def by_kind(operands: Sequence[Operand]) -> dict[tuple, list[Operand]]:
@@ -281,5 +309,5 @@ def by_kind(operands: Sequence[Operand]) -> dict[tuple, list[Operand]]:
     return kinds
 
 
-def _depth(operands: Sequence[Operand]) -> int:
-    return max(1, (len(operands) - 1).bit_length())
+def _depth(tensors: Sequence[Any]) -> int:
+    return max(1, (len(tensors) - 1).bit_length())
