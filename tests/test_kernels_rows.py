@@ -95,6 +95,27 @@ def test_scores_are_computed_on_the_fly(name):
         assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
 
 
+@pytest.mark.rounding
+@pytest.mark.parametrize("steps", [2, 40, 1 << 12], ids="{} roundings apart".format)
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps, moment):
+    generator = torch.Generator().manual_seed(steps)
+    shape = (matrix([64], [6])[0], 256)  # most groups and rows have scores so close that an ulp or two decides
+    weight = 1 + torch.randint(steps, shape, generator=generator) * 2.0**-23
+    second = 1e-9 * (1 + torch.randint(steps, shape, generator=generator) * 2.0**-23)
+    reads = {"weight": weight.to(DEVICE), "exp_avg_sq": second.to(DEVICE, moment)}
+    score = SCORES["bitter7"]
+    source = Lazy("a", reads["weight"], score.of, reads, formula=score.formula)
+    exact = stored("a", sorted_scores([source])["a"])
+    live = {"a": bits.pack((torch.rand(shape, generator=generator) < 0.7))}
+    for given in ({}, live):
+        on_device = {name: mask.to(DEVICE) for name, mask in given.items()}
+        assert_equal(drop_in_rows([source], [128], on_device), {"a": rows_by_definition(exact, 128, given)})
+        for num_drop, group in ((2, 4), (1, 4), (3, 8)):
+            wanted = by_rows(exact, whole_rows(exact, given), smallest_of_groups(exact, num_drop, group, False))
+            assert_equal(drop_in_groups([source], num_drop, group, on_device), {"a": wanted})
+
+
 def test_rows_of_several_lengths_take_a_launch_for_each_block_size_and_the_longest_may_hold_one_value_alone():
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator) for shape in [(3, 64), (2, 72), (5, 40), (4, 128), (2, 64)]]

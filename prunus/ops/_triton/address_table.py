@@ -57,7 +57,7 @@ def made_table(
     filled, num_tiles = [], 0
     for row, size in zip(rows, tiles, strict=True):
         filled.append([*row, num_tiles])
-        num_tiles += triton.cdiv(row[5], size)
+        num_tiles += -(-row[5] // size)
     table, numbers = torch.tensor(filled, dtype=torch.int64), torch.tensor(constants, dtype=torch.float32)
     if device.type == "cuda":  # a copy from pinned memory does not wait for the device
         table, numbers = (t.pin_memory().to(device, non_blocking=True) for t in (table, numbers))

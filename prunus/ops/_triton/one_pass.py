@@ -5,14 +5,7 @@ import triton.language as tl
 
 from .address_table import COLUMNS, FIRST, LIVE, NUMEL, OUT, locate
 from .cut_state import CROWDED, HI, LO, MARGIN, NOT_FINITE, NUM_ABOVE, STATE, group_of
-from .scores import is_strange, ones_in, read_by, scores_of
-
-
-@triton.jit
-def edge(state, margin):
-    """A score of the bracket from its key, moved outwards by ``margin`` of the numbers that float32 has."""
-    key = tl.minimum(tl.maximum(tl.load(state) + margin, -0x7F800001), 0x7F800000).to(tl.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+from .scores import is_strange, ones_in, read_by, score_at, scores_of
 
 
 @triton.jit
@@ -61,7 +54,7 @@ def pass_kernel(
         row = table + tensor * COLUMNS
         of_group = state + group_of(tensor, EACH) * STATE
         if tl.load(of_group + CROWDED) == 0:
-            lo, hi = edge(of_group + LO, -MARGIN), edge(of_group + HI, MARGIN)
+            lo, hi = score_at(tl.load(of_group + LO) - MARGIN), score_at(tl.load(of_group + HI) + MARGIN)
             first = (tile - tl.load(row + FIRST)) * TILE
             left, live = tl.load(row + NUMEL) - first, tl.load(row + LIVE)
             read = read_by(row, constants + tensor * 4)

@@ -136,6 +136,19 @@ def sortable(s):
 
 
 @triton.jit
+def score_at(key):
+    """The score whose sortable integer is ``key``; beyond the infinities, the infinity."""
+    key = tl.minimum(tl.maximum(key, -0x7F800001), 0x7F800000).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def moved(s, margin):
+    """Scores moved by ``margin`` of the numbers that float32 has."""
+    return score_at(sortable(s) + margin)
+
+
+@triton.jit
 def uniform(position, start):
     """Noise in [0, 1) by hashing ``position + start``: the definition is ``prunus.score.random``."""
     h = (position + start) * -7046029254386353131
