@@ -1,8 +1,9 @@
 """What it costs to keep masks: in a training step on a CPU, in the optimizer's step on a GPU, in a whole training."""
 
 import gc
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from prunus.ops.machine import device_of, wait_for
 
 from .benchmark import SPARSITY, Benchmark, Measured, RecordTable, Row
 from .clocks import QUEUED, copy_gb_s, in_turns, overhead, queued, timed
+from .select import SHAPES
 
 CONTEXT, LR = 256, 1e-4
 MASKED, WITH_RATES = "prunus AdamWPrune, masks", "prunus AdamWPrune, masks, rates"
@@ -37,15 +39,17 @@ class StepCost(Benchmark):
     tokens: tuple[int, ...] = (256, 2048)  # on a CPU: tokens a step
     layers: int = 12  # on a GPU: number of weights
     dim: int = 2048  # on a GPU: rows and columns of each
+    shapes: Literal["gpt2"] | None = None  # on a GPU: a model's weights instead
     repeat: int = 15  # rounds that the median is taken over
     device: str = "cpu"  # cpu or cuda
 
     def measure(self) -> Measured:
         device, settings = device_of(self.device), {"sparsity": SPARSITY, "repeat": self.repeat}
         if device.type == "cuda":
-            weights = f"{self.layers} weights of {self.dim} x {self.dim}"
-            settings |= {"weights": weights, "num_weights": self.layers * self.dim**2, "copy_gb_s": copy_gb_s(device)}
-            return "update", settings, measure_updates(self, device)
+            shapes = SHAPES[self.shapes] if self.shapes else [(self.dim, self.dim)] * self.layers
+            weights = f"{len(shapes)} weights of {self.shapes or f'{self.dim} x {self.dim}'}"
+            settings |= {"weights": weights, "num_weights": sum(map(math.prod, shapes)), "copy_gb_s": copy_gb_s(device)}
+            return "update", settings, measure_updates(shapes, self.repeat, device)
         rows = [row for tokens in self.tokens for fused in (False, True) for row in measure_steps(self, tokens, fused)]
         model = self.network()
         settings["num_weights"] = sum(p.numel() for p in model.parameters())
@@ -158,20 +162,20 @@ def measure_steps(options: StepCost, tokens: int, fused: bool) -> list[Row]:
 # The optimizer's step alone
 
 
-def parameters(layers: int, dim: int, device: torch.device) -> list[nn.Parameter]:
+def parameters(shapes: Sequence[tuple[int, int]], device: torch.device) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    made = [nn.Parameter(0.02 * torch.randn(dim, dim, device=device)) for _ in range(layers)]
+    made = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     for parameter in made:
         parameter.grad = 1e-3 * torch.randn_like(parameter)
     return made
 
 
-def check_agrees(dim: int, device: torch.device) -> float:
+def check_agrees(shape: tuple[int, int], device: torch.device) -> float:
     """Largest difference of a weight from torch's after one step from equal state.
 
     In ulps of the weight, or of the learning rate where the weight is smaller: of what the step adds to it.
     """
-    ours, theirs = parameters(2, dim, device), parameters(2, dim, device)
+    ours, theirs = parameters([shape] * 2, device), parameters([shape] * 2, device)
     AdamWPrune(ours, lr=LR).step()
     AdamW(theirs, lr=LR, fused=True).step()
     worst = 0.0
@@ -183,13 +187,13 @@ def check_agrees(dim: int, device: torch.device) -> float:
     return worst
 
 
-def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
+def measure_updates(shapes: Sequence[tuple[int, int]], repeat: int, device: torch.device) -> list[Row]:
     """A row for each way to step, in turns: median of queued calls, and the ratio to torch's fused step without masks.
 
     With rates, every weight has the factor on its learning rate that its density gives.
     """
-    ulps = check_agrees(options.dim, device)
-    made = parameters(options.layers, options.dim, device)
+    ulps = check_agrees(shapes[0], device)
+    made = parameters(shapes, device)
     keep = [torch.rand_like(p) >= SPARSITY for p in made]
     packed, floats = [bits.pack(mask) for mask in keep], [mask.float() for mask in keep]
     fused, weights = AdamW(made, lr=LR, fused=True), [p.detach() for p in made]
@@ -222,7 +226,7 @@ def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
         "torch: clip_grad_norm_, then fused": clipped_fused,
         "prunus AdamWPrune, masks, max_norm": masked(max_norm=1.0).step,
     }
-    turns = in_turns({name: queued(way) for name, way in ways.items()}, options.repeat, device)
+    turns = in_turns({name: queued(way) for name, way in ways.items()}, repeat, device)
     first = next(iter(turns.values()))
     rows: list[Row] = []
     for name, turn in turns.items():
@@ -234,11 +238,14 @@ def measure_updates(options: StepCost, device: torch.device) -> list[Row]:
 # A whole training
 
 
-TRAINED: dict[str, dict[str, Any]] = {
+TRAINED: dict[str, dict[str, Any]] = {  # all of them clip, and rates follow the density
     "dense, torch AdamW(fused=True)": {"score": "none", "optimizer": "adamw"},
     "Pruner + AdamWPrune": {"score": "bitter7", "optimizer": "adamwprune"},
     "Pruner by hooks on AdamW(fused=True)": {"score": "bitter7", "optimizer": "adamw"},
 }
+
+
+ArmName = Literal[tuple(TRAINED)]  # pyrefly: ignore[invalid-literal]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +257,7 @@ class Train(Benchmark):
     context: int = 1024  # tokens a window
     batch: int = 32  # windows a step
     compile: bool = True  # torch.compile the model
+    arms: tuple[ArmName, ...] = tuple(TRAINED)  # what is trained
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 by autocast
     every: int = 50  # steps from an event to the next, and of a round
     repeat: int = 15  # a third of it, at least three, is the number of rounds
@@ -262,8 +270,8 @@ class Train(Benchmark):
         said |= {"sparsity": SPARSITY}
         base = Run(**said, data=self.data, device=self.device, steps=steps, begin=1, end=steps)
         rows: list[Row] = []
-        for name, arm in TRAINED.items():
-            row: Row = {"arm": name} | measure_training(replace(base, **arm), rounds)
+        for name in self.arms:
+            row: Row = {"arm": name} | measure_training(replace(base, **TRAINED[name]), rounds)
             rows.append(row | {"ratio": row["ms"] / (rows[0]["ms"] if rows else row["ms"])})
         return "train", said | {"rounds": rounds}, rows
 

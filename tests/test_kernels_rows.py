@@ -107,7 +107,7 @@ def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps,
     score = SCORES["bitter7"]
     source = Lazy("a", reads["weight"], score.of, reads, formula=score.formula)
     exact = stored("a", sorted_scores([source])["a"])
-    live = {"a": bits.pack((torch.rand(shape, generator=generator) < 0.7))}
+    live = {"a": bits.pack(torch.rand(shape, generator=generator) < 0.7)}
     for given in ({}, live):
         on_device = {name: mask.to(DEVICE) for name, mask in given.items()}
         assert_equal(drop_in_rows([source], [128], on_device), {"a": rows_by_definition(exact, 128, given)})

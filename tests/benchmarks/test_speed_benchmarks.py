@@ -11,7 +11,7 @@ from benchmarks.export import Packing
 from benchmarks.matvec import Product
 from benchmarks.page import tables
 from benchmarks.select import CUTS, ScoredWeights, check_exact
-from benchmarks.step import ARMS, MASKED, TRAINED, WITH_RATES, StepCost, check_agrees, measure_updates
+from benchmarks.step import ARMS, MASKED, TRAINED, WITH_RATES, check_agrees, measure_updates
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_a_step_and_a_whole_training_are_measured_in_every_arm(options, arms, me
 
 
 def test_the_step_with_factors_on_learning_rates_is_held_against_the_masked_one(tmp_path):
-    rows = measure_updates(StepCost(layers=2, dim=16, repeat=2), CPU)
+    rows = measure_updates([(16, 16)] * 2, 2, CPU)
     names = [row["way"] for row in rows]
     assert names.index(WITH_RATES) == names.index(MASKED) + 1
     assert [row["way"] for row in rows if "overhead" in row] == [WITH_RATES]
@@ -89,10 +89,10 @@ def test_the_step_with_factors_on_learning_rates_is_held_against_the_masked_one(
 
 
 def test_no_speed_is_reported_where_the_step_is_not_that_of_torch(monkeypatch):
-    assert check_agrees(16, CPU) < 8
+    assert check_agrees((16, 16), CPU) < 8
     monkeypatch.setattr(step, "AdamWPrune", torch.optim.SGD)
     with pytest.raises(RuntimeError, match="no speed is reported"):
-        check_agrees(16, CPU)
+        check_agrees((16, 16), CPU)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def row_kernel(
     keep, sure, odd = kept_of_row(
         read, first, lane, valid, live, num_inputs, num_drop, FULL, FAST, NAME, WT, MT, VT, ALIGN, BLOCK
     )
-    if FAST:
+    if FAST:  # noqa: SIM102  (FAST is known when a kernel is compiled, the other is not)
         if not sure:
             keep, sure, odd = kept_of_row(
                 read, first, lane, valid, live, num_inputs, num_drop, FULL, False, NAME, WT, MT, VT, ALIGN, BLOCK
@@ -225,7 +225,7 @@ def group_kernel(
     unsure, odd = write_groups(
         read, first, left, live, mask, num_drop, FAST, NAME, WT, MT, VT, ALIGN, FULL, GROUP, BLOCK, TILE
     )
-    if FAST:
+    if FAST:  # noqa: SIM102
         if unsure > 0:
             write_groups(
                 read, first, left, live, mask, num_drop, False, NAME, WT, MT, VT, ALIGN, FULL, GROUP, BLOCK, TILE
