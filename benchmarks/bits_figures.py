@@ -24,8 +24,9 @@ from .shrink_figures import SMALLER
 from .study import SLIGHT, gains, level_name
 
 ORDER = ("GPT-51M", "SmolLM2-135M", "stories15M")
-FOUR = {"4": "4 bits", "4-together": "while pruning", "4-gptq": "GPTQ alone", "4-nearest": "nearest"}
-OF_GOAL = 2  # of these are ours
+FOUR = {"4": "4 bits", "4-together": "while pruning", "4-scales": "scales recovered"}
+OF_GOAL = len(FOUR)  # these are ours
+FOUR |= {"4-gptq": "GPTQ alone", "4-nearest": "nearest"}
 SPARSE = ("repair", "recover", "trained", "trained-recover")
 SHRUNK = ("shrink", "shrink-recover")
 # what 4 bits may add to the perplexity of 16 bits

@@ -144,12 +144,17 @@ def test_times_are_held_against_their_goals_and_a_block_of_each_model_is_shown(w
         row |= {"cpu_seconds": seconds, "other": 0.0} | ({"tune": 36.0} if "tune" in options else {})
         of = {"weights": f"{blocks} blocks of Mistral-7B's shape{options}", "blocks": blocks}
         write_record("repair", settings | of, [row], name=f"r{options}")
+    of = {"weights": "4 blocks of Llama-3-70B's shape", "blocks": 4}
+    row = {"seconds": 150.0, "cpu_seconds": 150.0, "peak_gib": 41.0, "forwards": 150.0, "other": 0.0}
+    write_record("repair", settings | of, [row], name="70B")
     drawn = repair_figures.parts(tmp_path)
+    assert "| 160 s, 40 GiB | **missed**: peak_gib |" in drawn["times"]
+    assert "| 4 blocks of Llama-3-70B's shape | 37.50 |  | 41.0 | 80 | 3,000 |" in drawn["blocks"]
     assert "| forwards, 50% | 33% | 240 s, 24 GiB | **missed**: seconds |" in drawn["times"]
     assert drawn["times"].count("| 240 s, 24 GiB | met |") == 1
     assert "| 600 s | **not measured** |" in drawn["times"]
-    assert "| 32 blocks of Mistral-7B's shape | 9.38 |  | 16.0 | 300 |" in drawn["blocks"]
-    assert "| 4 blocks of Mistral-7B's shape, tune blocks | 7.00 | 9.00 | 9.0 | 512 |" in drawn["blocks"]
+    assert "| 32 blocks of Mistral-7B's shape | 9.38 |  | 16.0 | 32 | 300 |" in drawn["blocks"]
+    assert "| 4 blocks of Mistral-7B's shape, tune blocks | 7.00 | 9.00 | 9.0 | 32 | 512 |" in drawn["blocks"]
 
 
 # Recovery
@@ -238,8 +243,11 @@ def test_goals_compare_four_bits_with_sixteen_of_the_best_way_seed_by_seed(bits,
         values |= {("recover 4-nearest", "80", seed): (1.9, 51.0 + 5 * seed)}
     bits(values)
     goals = bits_figures.parts(tmp_path, STUDIES)["goals"]
-    assert "| pruned, repaired and recovered | 52.50 | 52.75, +0.48% |  |  | 53.50, +1.91% |" in goals
+    assert "| pruned, repaired and recovered | 52.50 | 52.75, +0.48% |  |  |  | 53.50, +1.91% |" in goals
     assert "| +0.3% | **missed by 0.18 points** |" in goals
+    bits({("recover 4-scales", "80", seed): (1.9, 50.1 + 5 * seed) for seed in range(2)}, name="scales")
+    goals = bits_figures.parts(tmp_path, STUDIES)["goals"]
+    assert "| 52.75, +0.48% |  | 52.60, +0.19% |  | 53.50, +1.91% | +0.3% | met |" in goals
 
 
 def test_smaller_models_come_from_another_study_where_this_one_has_none(bits, tmp_path):
