@@ -162,7 +162,7 @@ def _panel(axes: Axes, model: BitsFigures) -> None:
     least, low, high = min(arm.bits for arm in shown), *(100 * end(arm.loss for arm in shown) for end in (min, max))
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=LINEAR)
-    axes.set(xlim=(0.85 * least, 18), ylim=(min(0.0, low) - 0.2, 1.3 * max(high, LINEAR)))
+    axes.set(xlim=(0.6 * least, 18), ylim=(min(0.0, low) - 0.2, 1.3 * max(high, LINEAR)))
     axes.set_xticks(BITS, [f"{value}" for value in BITS])
     percents = [value for value in TICKS if value <= 1.3 * max(high, LINEAR)]
     axes.set_yticks(percents, [f"{value:+d} %" if value else "dense" for value in percents])
@@ -175,6 +175,6 @@ def _label(axes: Axes, family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
     for arm in arms if family.bits != 16 and family.colour != MOSS else ():
         text = level_name(arm.level) if arm.level else str(arm.num_bits)
-        shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((5, 1), "left")}[family.colour]
+        shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((0, -10), "center")}[family.colour]
         style = {"color": family.colour, "fontsize": 7, "ha": aligned}
         axes.annotate(text, (arm.bits, 100 * arm.loss), shift, textcoords="offset points", **style)
