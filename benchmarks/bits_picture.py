@@ -175,6 +175,8 @@ def _label(axes: Axes, family: Family, arms: Sequence[Arm]) -> None:
     """Levels beside the points; of dense models their bits. Smaller ones speak by their place."""
     for arm in arms if family.bits != 16 and family.colour != MOSS else ():
         text = level_name(arm.level) if arm.level else str(arm.num_bits)
-        shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((0, -10), "center")}[family.colour]
+        shift, aligned = {SLATE: ((0, 5), "center"), PLUM: ((-4, -8), "right"), SAND: ((0, -10), "center")}[
+            family.colour
+        ]
         style = {"color": family.colour, "fontsize": 7, "ha": aligned}
         axes.annotate(text, (arm.bits, 100 * arm.loss), shift, textcoords="offset points", **style)

@@ -158,12 +158,14 @@ def _smaller(models: Mapping[str, BitsFigures]) -> str:
     stored = (model.figures.rows[key].values() for key in (("dense", ""), ("dense 4", ""), ("recover 4", "80")))
     sizes = [statistics.fmean(row["num_bytes"] for row in rows) / 1e6 for rows in stored]
     losses = {arm.form: percent(arm.loss) for arm in other.arms if arm.way == "dense"}
+    learned = {arm.form: percent(arm.loss) for arm in other.arms if (arm.way, arm.level) == ("recover", "50")}
     return (
         f"GPT-51M: its blocks' weights take {sizes[2]:.1f} MB at 80 % in 4 bits, perplexity {percent(sparse.loss)}; "
         f"dense they take {sizes[1]:.1f} MB in 4 bits, {percent(codes.loss)}, and {sizes[0]:.1f} MB in 16. "
-        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us: {losses['8-nearest']} in 8 bits, "
+        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us without learning: {losses['8-nearest']} in 8 bits, "
         f"{losses['4']} in 4, {losses['4-32']} in 4 with a scale for every 32 columns instead of 128 "
-        f"({losses['4-llmcompressor']} by llm-compressor)"
+        f"({losses['4-llmcompressor']} by llm-compressor); 50 % in 4 bits, recovered: {learned['4']}, and "
+        f"{learned['4-scales']} where the scales learn too"
     )
 
 
