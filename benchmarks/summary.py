@@ -162,10 +162,10 @@ def _smaller(models: Mapping[str, BitsFigures]) -> str:
     return (
         f"GPT-51M: its blocks' weights take {sizes[2]:.1f} MB at 80 % in 4 bits, perplexity {percent(sparse.loss)}; "
         f"dense they take {sizes[1]:.1f} MB in 4 bits, {percent(codes.loss)}, and {sizes[0]:.1f} MB in 16. "
-        f"SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us without learning: "
-        f"{losses['8-nearest']} in 8 bits, {losses['4']} in 4, {losses['4-32']} in 4 with a scale for every 32 columns instead of 128 "
-        f"({losses['4-llmcompressor']} by llm-compressor); 50 % in 4 bits, recovered: {learned['4']}, and "
-        f"{learned['4-scales']} where the scales learn too"
+        "SmolLM2-135M (its weights came in 4 bits), dense, rounded again by us without learning: "
+        f"{losses['8-nearest']} in 8 bits, {losses['4']} in 4, {losses['4-32']} in 4 with a scale for every 32 columns "
+        f"instead of 128 ({losses['4-llmcompressor']} by llm-compressor); 50 % in 4 bits, recovered: {learned['4']}, "
+        f"and {learned['4-scales']} where the scales learn too"
     )
 
 

@@ -17,6 +17,7 @@ from .ranks import Ranks, is_dtensor, local, ranks_of, shard_of
 
 P = ParamSpec("P")
 Given = tuple[dict[str, Any], nn.Parameter, Tensor]  # parameter group, parameter, gradient
+Numbers = tuple[float, float, float, float, float]  # lr, beta1, beta2, eps, weight decay
 
 
 @dataclass(frozen=True)
@@ -208,21 +209,23 @@ class AdamWPrune(torch.optim.Optimizer):
         numbers, lrs_at = self._numbers(scale)
         for (group, parameter, grad), is_owner in zip(given, owned, strict=True):
             state = self._state_of(parameter)
-            tensors = parameter, grad, state["exp_avg"], state["exp_avg_sq"]
+            tensors: list[Tensor] = [parameter, grad, state["exp_avg"], state["exp_avg_sq"]]
             if is_sharded:
-                tensors = tuple(map(local, tensors))
+                tensors = [local(tensor) for tensor in tensors]
             if not tensors[0].numel():  # an empty shard: no kernel is launched for it
                 state["step"] += 1 if found_inf is None else 1 - found_inf
                 continue
             if not all(map(Tensor.is_contiguous, tensors)):
                 # kernels index memory, masks index elements: with channels_last the two differ
-                flat = tuple(tensor.contiguous() for tensor in tensors)
+                flat = [tensor.contiguous() for tensor in tensors]
                 copies += [(tensors[i], flat[i]) for i in (0, 2, 3) if flat[i] is not tensors[i]]
                 tensors = flat
             mask = None if parameter in self.unmasked else state.get("mask")
             lr_factor = self.lr_factors.get(parameter)
             at = lrs_at[id(group)], 0 if lr_factor is None else lr_factor.data_ptr()
-            operands.append(Operand(*tensors, state["step"], mask, numbers[id(group)], *at, is_owner))
+            weight, gradient, exp_avg, exp_avg_sq = tensors
+            held = weight, gradient, exp_avg, exp_avg_sq, state["step"], mask
+            operands.append(Operand(*held, numbers[id(group)], *at, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
         if operands:
@@ -232,7 +235,7 @@ class AdamWPrune(torch.optim.Optimizer):
         elif self.max_norm and total:  # the sum over ranks is collective
             self.grad_norm = total(torch.zeros(1, device=given[0][1].device)).sqrt().squeeze(0)
 
-    def _numbers(self, scale: float) -> tuple[dict[int, tuple[float, ...]], dict[int, int]]:
+    def _numbers(self, scale: float) -> tuple[dict[int, Numbers], dict[int, int]]:
         """Numbers of each parameter group, by its id, and the address of its learning rate where kernels read that."""
         numbers, lrs_at = {}, {}
         for group in self.param_groups:
