@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..grids import OnGrid
 from ..ranks import Ranks
-from .step import Change, Choose, largest
+from .step import Change, Choose, largest, num_true
 
 SAMPLE = 4096  # scores of a layer, over all ranks, that bracket its threshold
 SIGMAS = 4  # half the width of the bracket
@@ -64,37 +64,40 @@ class LargestOfAll:
 
     def __init__(self, num_drop: Mapping[str, int], sizes: Mapping[str, int], ranks: Ranks) -> None:
         self.num_keep, self.ranks = {name: size - num_drop[name] for name, size in sizes.items()}, ranks
-        self._num_live: dict[str, list[int]] = {}  # of each rank, by layer
+        self._sizes: dict[str, list[int]] = {}  # of each rank's rows, by layer
         self._places: dict[str, Tensor] = {}  # of the sample
 
     def __call__(self, scores: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = {name: score[live[name]] if name in live else score.reshape(-1) for name, score in scores.items()}
-        if not self._num_live:
-            self._begin(flat)
+        # what is dead takes part as the smallest score of all, since to pick out what is live takes longer
+        flat = {
+            name: (torch.where(live[name], score, -math.inf) if name in live else score).reshape(-1)
+            for name, score in scores.items()
+        }
+        if not self._sizes:
+            self._begin(flat, live)
         keep = {name: torch.full_like(one, self.num_keep[name] > 0, dtype=torch.bool) for name, one in flat.items()}
-        cuts = {name: one for name, one in flat.items() if 0 < self.num_keep[name] < sum(self._num_live[name])}
-        if large := {name: one for name, one in cuts.items() if sum(self._num_live[name]) > SMALL}:
+        cuts = {name: one for name, one in flat.items() if 0 < self.num_keep[name] < sum(self._sizes[name])}
+        for name in [name for name in cuts if max(self._sizes[name]) == sum(self._sizes[name])]:
+            keep[name] = largest(cuts.pop(name), self.num_keep[name], None)  # of one rank: nothing travels
+        if large := {name: one for name, one in cuts.items() if sum(self._sizes[name]) > SMALL}:
             kept = self._bracketed(large)
             keep |= kept
             cuts = {name: one for name, one in cuts.items() if name not in kept}
-        for name, parts in self._vectors(cuts, self._num_live).items():
-            keep[name] = self._own(largest(torch.cat(parts), self.num_keep[name], None), self._num_live[name])
-        return {
-            name: torch.zeros_like(live[name]).masked_scatter_(live[name], keep[name])
-            if name in live
-            else keep[name].view_as(score)
-            for name, score in scores.items()
-        }
+        for name, parts in self._vectors(cuts, self._sizes).items():
+            keep[name] = self._own(largest(torch.cat(parts), self.num_keep[name], None), self._sizes[name])
+        return {name: keep[name].view_as(score) for name, score in scores.items()}
 
-    def _begin(self, flat: Mapping[str, Tensor]) -> None:
-        [self._num_live] = self._numbers([{name: len(one) for name, one in flat.items()}])
+    def _begin(self, flat: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+        num_live = {name: num_true(live[name]) if name in live else len(one) for name, one in flat.items()}
+        self._sizes, live_of_all = self._numbers([{name: len(one) for name, one in flat.items()}, num_live])
+        self.num_keep = {name: min(num, sum(live_of_all[name])) for name, num in self.num_keep.items()}
         generator = torch.Generator().manual_seed(self.ranks.rank)
         for name, one in flat.items():
             num = self._num_sampled(name)[self.ranks.rank]
             self._places[name] = torch.randint(max(1, len(one)), (num,), generator=generator).to(one.device)
 
     def _num_sampled(self, name: str) -> list[int]:
-        numbers = self._num_live[name]
+        numbers = self._sizes[name]
         return [-(-SAMPLE * number // max(1, sum(numbers))) for number in numbers]
 
     def _brackets(self, flat: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
@@ -102,29 +105,30 @@ class LargestOfAll:
         own = {name: one[self._places[name]] for name, one in flat.items()}
         brackets = {}
         for name, parts in self._vectors(own, {name: self._num_sampled(name) for name in flat}).items():
-            sample, share = torch.cat(parts).sort().values, 1 - self.num_keep[name] / sum(self._num_live[name])
-            num = len(sample)
+            sample, share = torch.cat(parts).sort().values, 1 - self.num_keep[name] / sum(self._sizes[name])
+            num, least = len(sample), torch.finfo(sample.dtype).min  # of what is live
             half = SIGMAS * (num * share * (1 - share)) ** 0.5 + 2
             first, last = int(share * num - half), int(share * num + half) + 1
             edges = sample[[max(first, 0), min(last, num - 1)]].tolist()
-            brackets[name] = edges[0] if first >= 0 else -math.inf, edges[1] if last < num else math.inf
+            brackets[name] = max(edges[0], least) if first >= 0 else least, edges[1] if last < num else math.inf
         return brackets
 
     def _bracketed(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is kept of each layer, except those whose bracket misses the threshold."""
         brackets = self._brackets(flat)
         above = {name: one > brackets[name][1] for name, one in flat.items()}
-        inside = {name: (one >= brackets[name][0]) & ~above[name] for name, one in flat.items()}
-        counts = [{name: int(mask.sum()) for name, mask in masks.items()} for masks in (above, inside)]
-        num_above, num_inside = self._numbers(counts)
+        inside = {
+            name: (one >= brackets[name][0]).logical_xor_(above[name]).nonzero().squeeze(1)
+            for name, one in flat.items()
+        }
+        num_above, num_inside = self._numbers(
+            [{name: num_true(one) for name, one in above.items()}, {name: len(one) for name, one in inside.items()}]
+        )
         rest = {name: self.num_keep[name] - sum(numbers) for name, numbers in num_above.items()}
         found = {name: flat[name][inside[name]] for name in flat if 0 <= rest[name] <= sum(num_inside[name])}
-        return {
-            name: above[name].masked_scatter_(
-                inside[name], self._own(largest(torch.cat(parts), rest[name], None), num_inside[name])
-            )
-            for name, parts in self._vectors(found, num_inside).items()
-        }
+        for name, parts in self._vectors(found, num_inside).items():
+            above[name][inside[name]] = self._own(largest(torch.cat(parts), rest[name], None), num_inside[name])
+        return {name: above[name] for name in found}
 
     def _own(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
         return whole.split(list(sizes))[self.ranks.rank]

@@ -25,6 +25,7 @@ from .step import Change, Choose, LayerRepair
 RHO = 0.1  # penalty of the first iterations
 PANEL = 2048  # columns of a product that makes an inverse
 LOOK = 3  # iterations between looks at how much the support still changes
+FACTORED = 1024  # inputs of a layer from which ranks solve by the factor, as an inverse takes longer
 ATTEMPTS = 4  # each with ten times the damping, until the Gram matrix can be factorised
 
 
@@ -125,14 +126,20 @@ def _admm(
     """
     rho = RHO
     state = problem.scaled() * support * rho
-    if (inverse := inverse_of(problem.gram, rho, clock)) is None:
+    # for few rows two triangular solves take the time of one product, and each rank is spared the inverse
+    by_factor = problem.ranks is not None and state.is_cpu and len(state) < len(problem.gram) >= FACTORED
+    prepared = cholesky_of if by_factor else inverse_of
+    if (matrix := prepared(problem.gram, rho, clock)) is None:
         return None
     seen, iteration = support, 0
     for iteration in range(1, repair.iterations + 1):
         multiplier = _without(state, support)
         rhs = state.sub_(multiplier, alpha=2).add_(problem.targets)
         with float32_products(rhs.device, repair.tf32):
-            state = multiplier.addmm_(rhs, inverse, alpha=rho)
+            if by_factor:
+                state = multiplier.add_(_solved_by(matrix, rhs), alpha=rho)
+            else:
+                state = multiplier.addmm_(rhs, matrix, alpha=rho)
         del rhs
         support = _support(problem, state, choose)
         if iteration % LOOK == 0:
@@ -142,8 +149,8 @@ def _admm(
             factor = 1.3 if num_changed >= 0.1 * num_kept else 1.2 if num_changed >= 0.005 * num_kept else 1.1
             torch.where(support, state * factor, state, out=state)
             rho *= factor
-            inverse = None  # frees its memory for the next one
-            if (inverse := inverse_of(problem.gram, rho, clock)) is None:
+            matrix = None  # frees its memory for the next one
+            if (matrix := prepared(problem.gram, rho, clock)) is None:
                 return None
             seen = support
     return support, state.mul_(support).div_(rho), iteration
@@ -156,16 +163,27 @@ def _without(values: Tensor, support: Tensor) -> Tensor:
     return torch.where(support, 0, values)
 
 
-def inverse_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
-    """``(G + rho I)^-1``, or None where that has no Cholesky factor."""
+def cholesky_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
+    """``L`` of ``L L^T = G + rho I``, or None where that has no Cholesky factor."""
     with clock.part("factorisations"):
         shifted = gram.clone()
         shifted.diagonal().add_(rho)
         factor, info = torch.linalg.cholesky_ex(shifted)
-        del shifted
-        if info.item():
+        return None if info.item() else factor
+
+
+def inverse_of(gram: Tensor, rho: float, clock: Clock) -> Tensor | None:
+    """``(G + rho I)^-1``, or None where that has no Cholesky factor."""
+    with clock.part("factorisations"):
+        if (factor := cholesky_of(gram, rho, clock)) is None:
             return None
         return inverse_by_panels(factor) if factor.is_cuda else torch.cholesky_inverse(factor)
+
+
+def _solved_by(factor: Tensor, rows: Tensor) -> Tensor:
+    """``R (L L^T)^-1``"""
+    half = torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
 
 
 def inverse_by_panels(factor: Tensor) -> Tensor:

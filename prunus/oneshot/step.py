@@ -97,14 +97,14 @@ def keep_all_but(num_drop: Mapping[str, int]) -> Choose:
 def largest(scores: Tensor, num_keep: int, live: Tensor | None) -> Tensor:
     """True at the ``num_keep`` largest of the live scores; of equal ones the last in order are kept."""
     if live is not None:
-        scores, num_keep = torch.where(live, scores, -torch.inf), min(num_keep, _num_true(live))
+        scores, num_keep = torch.where(live, scores, -torch.inf), min(num_keep, num_true(live))
     flat, keep = scores.reshape(-1), torch.ones_like(scores, dtype=torch.bool)
     if num_keep <= 0:
         keep.fill_(False)
     elif num_keep < len(flat):
         threshold = _kth_smallest(flat, len(flat) - num_keep)
         torch.gt(scores, threshold, out=keep)
-        if num_equal := num_keep - _num_true(keep):
+        if num_equal := num_keep - num_true(keep):
             keep.view(-1)[(flat == threshold).nonzero().squeeze(1)[-num_equal:]] = True
     return keep
 
@@ -116,6 +116,6 @@ def _kth_smallest(flat: Tensor, k: int) -> Tensor:
     return flat.kthvalue(k).values
 
 
-def _num_true(mask: Tensor) -> int:
+def num_true(mask: Tensor) -> int:
     """On the CPU by numpy, which takes a tenth of the time of torch's sum."""
     return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else mask.sum())

@@ -18,6 +18,7 @@ from prunus.oneshot.problem import Problem
 from prunus.oneshot.resources import Clock
 from prunus.oneshot.solver import refine, solve
 from prunus.oneshot.step import keep_all_but
+from prunus.ranks import Ranks
 from prunus.score import wanda
 
 IN, TOKENS = 24, 200
@@ -261,12 +262,14 @@ def test_admm_finds_better_supports_than_wanda():
 
 
 @pytest.mark.rounding
-def test_admm_follows_the_formulas():
+@pytest.mark.parametrize("ranks", [None, Ranks()], ids=["by the inverse", "by the factor"])
+def test_admm_follows_the_formulas(ranks, monkeypatch):
     """The same supports and values as the iteration written down with B, D and V, in float64."""
-    x, weight = correlated().double(), normal(32).double()
+    monkeypatch.setattr(solver, "FACTORED", 0)
+    x, weight = correlated().double(), normal(16).double()
     x_dense = noisy(x)
     repair, choose = Repair(damping=0.01, iterations=21, refine=0), keep(PerLayer(), 0.5)
-    problem = Problem.of({"q": weight}, moments_of(x, x_dense), True, 0.01)
+    problem = Problem.of({"q": weight}, moments_of(x, x_dense), True, 0.01, ranks=ranks)
     first = choose({"q": problem.scaled().abs()}, {})["q"]
     support, values, iterations = solver._admm(problem, first, choose, repair, Clock())
 
