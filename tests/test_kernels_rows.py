@@ -95,12 +95,14 @@ def test_scores_are_computed_on_the_fly(name):
         assert_near({"a": row}, {"a": other}, {"a": score}, score[~other], {"a": unit})
 
 
+CLOSE = [*product((2, 40, 1 << 12), (torch.float32, torch.bfloat16))]  # roundings apart, of moments in this dtype
+
+
 @pytest.mark.rounding
-@pytest.mark.parametrize("steps", [2, 40, 1 << 12], ids="{} roundings apart".format)
-@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("steps", "moment"), matrix(CLOSE, [(40, torch.float32)]), ids=str)
 def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps, moment):
     generator = torch.Generator().manual_seed(steps)
-    shape = (matrix([64], [6])[0], 256)  # most groups and rows have scores so close that an ulp or two decides
+    shape = (matrix([64], [3])[0], 256)  # most groups and rows have scores so close that an ulp or two decides
     weight = 1 + torch.randint(steps, shape, generator=generator) * 2.0**-23
     second = 1e-9 * (1 + torch.randint(steps, shape, generator=generator) * 2.0**-23)
     reads = {"weight": weight.to(DEVICE), "exp_avg_sq": second.to(DEVICE, moment)}
