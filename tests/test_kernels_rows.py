@@ -1,6 +1,7 @@
 """Cuts within rows and groups by kernels are those of the definitions."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -15,6 +16,7 @@ triton = pytest.importorskip("triton", reason="kernels need triton")
 
 from test_kernels import DEVICE, assert_near, matrix, scores_by_definition, sorted_scores, units_of  # noqa: E402
 
+from prunus.ops._triton.cut import launch_cut, readable  # noqa: E402
 from prunus.ops._triton.rows import LONGEST, drop_in_groups, drop_in_rows  # noqa: E402
 
 SHAPES = [(5, 40), (3, 8), (7, 4, 2, 3), (2, 1000), (64,)]
@@ -116,6 +118,29 @@ def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps,
         for num_drop, group in ((2, 4), (1, 4), (3, 8)):
             wanted = by_rows(exact, whole_rows(exact, given), smallest_of_groups(exact, num_drop, group, False))
             assert_equal(drop_in_groups([source], num_drop, group, on_device), {"a": wanted})
+
+
+def test_scores_of_which_fast_roots_are_infinite_are_finite():
+    second = torch.rand(2, 2, 64, generator=torch.Generator().manual_seed(0)) * 1e33
+    score, weight = SCORES["bitter7"], torch.ones(2, 64, device=DEVICE)
+    reads = [{"weight": weight, "exp_avg_sq": each.to(DEVICE)} for each in second]
+    given = [Lazy(f"{i}", weight, score.of, each, formula=score.formula) for i, each in enumerate(reads)]
+
+    def cut(*numbers: list[int]) -> dict:
+        return launch_cut(readable(given), *numbers, {}, tile=1024).wait()
+
+    masks = [drop_in_rows(given, [32, 32], {}), drop_in_groups(given, 2, 4, {}, tile=1024)]
+    masks += [cut([128], [256]), cut([64, 64], [128, 128])]
+    for found in masks:
+        assert sum(int(bits.count(mask)) for mask in found.values()) == 128
+    reads[1]["exp_avg_sq"][1, 5] = math.inf
+    for call in (
+        partial(cut, [128], [256]),
+        partial(cut, [64, 64], [128, 128]),
+        partial(drop_in_rows, given, [8, 8], {}),
+    ):
+        with pytest.raises(ValueError, match="scores must be finite, but 1 has"):
+            call()
 
 
 def test_rows_of_several_lengths_take_a_launch_for_each_block_size_and_the_longest_may_hold_one_value_alone():

@@ -60,7 +60,7 @@ Found = tuple[Tensor, list[int], list[int], Tensor, Tensor]  # the fields of ``C
 
 
 def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str, Tensor]) -> Found | None:
-    """What one read of all sources finds above and in [lo, hi]; None where more than ``room`` lie inside."""
+    """What one read of all sources finds above and in [lo, hi]; None if in doubt, or if more than ``room`` lie inside."""
     tile, starts = TILE, offsets_of(low.sources)
     t = low.table(live, starts, tile)
     above = torch.zeros(starts[-1], dtype=torch.uint8, device=t.rows.device)
@@ -74,6 +74,8 @@ def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str
         launch_pass(low, t, tile, above, w, capacity)
     counters = w.counters.view()[: t.num_programs]
     bad, most = torch.stack([state[NOT_FINITE.value], counters.max()]).tolist()
+    if bad and low.formulas[0].has_fast_roots:
+        return None  # fast roots of very large numbers are infinite
     check_finite(low.sources, [bad])
     if most > capacity:
         return None

@@ -155,7 +155,8 @@ def by_one_pass(cut: Cut, live: Mapping[str, Tensor]) -> "Pending":
     shape = {"DEPTH": t.depth, "TILE": tile, "num_warps": 16}
     arguments = (t.rows, len(t.rows), cut.out, *last, w.state, w.counts)
     launch_as(kind, finish_kernel, (groups,), arguments, {**shape, "COPIES": cs.num_copies(groups)})
-    return Pending(cut, live, w.state.view()[: groups * cs.STATE.value].view(groups, cs.STATE.value), w.room)
+    state = w.state.view()[: groups * cs.STATE.value].view(groups, cs.STATE.value)
+    return Pending(cut, live, state, w.room, low.formulas[0].has_fast_roots)
 
 
 def launch_pass(
@@ -231,14 +232,19 @@ class Pending:
     live: Mapping[str, Tensor]
     state: Tensor  # (groups, cs.STATE)
     room: int  # for the elements of a cut's own bucket
+    is_fast: bool = False  # whether roots may have been infinite where correct ones are not
 
     def wait(self) -> dict[str, Tensor]:
         """The masks, after the one word from the device; where they were not found, they are by a descent."""
         masks = self.cut.masks()  # while the device is at work
         states = self.state.tolist()
-        check_finite(self.cut.low.sources, [state[cs.NOT_FINITE.value] for state in states])
+        bad = [state[cs.NOT_FINITE.value] for state in states]
+        if not self.is_fast:
+            check_finite(self.cut.low.sources, bad)
         for i, state in enumerate(states):
-            if not state[cs.FOUND.value] or state[cs.NUM_LISTED.value] > self.room:
+            if bad[i]:
+                by_descent(self.cut.only(i, self.live), LOWEST, HIGHEST).wait()
+            elif not state[cs.FOUND.value] or state[cs.NUM_LISTED.value] > self.room:
                 by_descent(self.cut.only(i, self.live), *keys_around(state)).wait()
         return masks
 
