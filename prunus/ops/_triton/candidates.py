@@ -60,7 +60,7 @@ Found = tuple[Tensor, list[int], list[int], Tensor, Tensor]  # the fields of ``C
 
 
 def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str, Tensor]) -> Found | None:
-    """What one read of all sources finds above and in [lo, hi]; None if in doubt, or if more than ``room`` are in it."""
+    """What one read of all sources finds above and in [lo, hi]; None if in doubt, or if it needs more than ``room``."""
     tile, starts = TILE, offsets_of(low.sources)
     t = low.table(live, starts, tile)
     above = torch.zeros(starts[-1], dtype=torch.uint8, device=t.rows.device)
