@@ -14,7 +14,15 @@ from prunus.score import SCORES
 
 triton = pytest.importorskip("triton", reason="kernels need triton")
 
-from test_kernels import DEVICE, assert_near, matrix, scores_by_definition, sorted_scores, units_of  # noqa: E402
+from test_kernels import (  # noqa: E402
+    DEVICE,
+    assert_near,
+    matrix,
+    scores_by_definition,
+    scores_by_kernel,
+    sorted_scores,
+    units_of,
+)
 
 from prunus.ops._triton.cut import launch_cut, readable  # noqa: E402
 from prunus.ops._triton.rows import LONGEST, drop_in_groups, drop_in_rows  # noqa: E402
@@ -110,7 +118,7 @@ def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps,
     reads = {"weight": weight.to(DEVICE), "exp_avg_sq": second.to(DEVICE, moment)}
     score = SCORES["bitter7"]
     source = Lazy("a", reads["weight"], score.of, reads, formula=score.formula)
-    exact = stored("a", sorted_scores([source])["a"])
+    exact = stored("a", scores_by_kernel([source])["a"])
     live = {"a": bits.pack(torch.rand(shape, generator=generator) < 0.7)}
     for given in ({}, live):
         on_device = {name: mask.to(DEVICE) for name, mask in given.items()}
@@ -120,20 +128,35 @@ def test_scores_that_fast_roots_cannot_tell_apart_are_cut_by_correct_ones(steps,
             assert_equal(drop_in_groups([source], num_drop, group, on_device), {"a": wanted})
 
 
-def test_scores_of_which_fast_roots_are_infinite_are_finite():
-    second = torch.rand(2, 2, 64, generator=torch.Generator().manual_seed(0)) * 1e33
-    score, weight = SCORES["bitter7"], torch.ones(2, 64, device=DEVICE)
-    reads = [{"weight": weight, "exp_avg_sq": each.to(DEVICE)} for each in second]
-    given = [Lazy(f"{i}", weight, score.of, each, formula=score.formula) for i, each in enumerate(reads)]
+@pytest.mark.parametrize("name", ["bitter7", "bitter0"])  # a root as a factor, and below a fraction
+def test_scores_of_which_fast_roots_are_infinite_are_finite(name):
+    generator, score = torch.Generator().manual_seed(0), SCORES[name]
+    second = torch.rand(2, 2, 64, generator=generator)
+    second *= torch.where(torch.rand(2, 2, 64, generator=generator) < 0.2, 1e33, 1.0)
+    first = torch.rand(2, 2, 64, generator=generator) * second.sqrt()
+    reads = [{"weight": torch.ones(2, 64), "exp_avg": m, "exp_avg_sq": v} for m, v in zip(first, second, strict=True)]
+    reads = [{key: each[key].to(DEVICE) for key in ("weight", *score.reads)} for each in reads]
+    given = [
+        Lazy(f"{i}", each["weight"], score.of, {key: each[key] for key in score.reads}, formula=score.formula)
+        for i, each in enumerate(reads)
+    ]
+    exact = [stored(name, scores) for name, scores in scores_by_kernel(given).items()]
 
     def cut(*numbers: list[int]) -> dict:
         return launch_cut(readable(given), *numbers, {}, tile=1024).wait()
 
-    masks = [drop_in_rows(given, [32, 32], {}), drop_in_groups(given, 2, 4, {}, tile=1024)]
-    masks += [cut([128], [256]), cut([64, 64], [128, 128])]
-    for found in masks:
+    assert_equal(drop_in_rows(given, [32, 32], {}), {each.name: rows_by_definition(each, 32, {}) for each in exact})
+    decide = [(each, smallest_of_groups(each, 2, 4, False)) for each in exact]
+    wanted = {each.name: by_rows(each, whole_rows(each, {}), one) for each, one in decide}
+    assert_equal(drop_in_groups(given, 2, 4, {}, tile=1024), wanted)
+    for found, numbers in ((cut([128], [256]), 256), (cut([64, 64], [128, 128]), 128)):
         assert sum(int(bits.count(mask)) for mask in found.values()) == 128
-    reads[1]["exp_avg_sq"][1, 5] = math.inf
+        parts = [exact] if numbers == 256 else [[each] for each in exact]
+        for part in parts:
+            scores = torch.cat([each.weight.flatten().cpu() for each in part])
+            keep = torch.cat([bits.unpack(found[each.name].cpu(), each.shape).flatten() for each in part])
+            assert scores[keep].min() >= scores[~keep].max()
+    reads[1]["exp_avg_sq"][1, 5] = math.nan
     for call in (
         partial(cut, [128], [256]),
         partial(cut, [64, 64], [128, 128]),

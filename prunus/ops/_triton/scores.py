@@ -57,7 +57,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # whose f
 @triton.jit
 def root(FAST: tl.constexpr, x):
     if FAST:  # the hardware's root takes subnormal numbers for zero: x is brought out of their range
-        y = tl.sqrt(x * 4294967296.0) * (1.0 / 65536)
+        scaled = x * 4294967296.0  # infinite from 2^96 on: the root is NaN then, which no quotient hides
+        y = tl.fma(scaled, 0.0, tl.sqrt(scaled) * (1.0 / 65536))
     elif INTERPRETED:
         y = tl.sqrt_rn(x)
     else:
