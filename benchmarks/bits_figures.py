@@ -24,9 +24,8 @@ from .shrink_figures import SMALLER
 from .study import SLIGHT, gains, level_name
 
 ORDER = ("GPT-51M", "SmolLM2-135M", "stories15M")
-FOUR = {"4": "4 bits", "4-together": "while pruning", "4-scales": "scales recovered"}
-OF_GOAL = len(FOUR)  # these are ours
-FOUR |= {"4-gptq": "GPTQ alone", "4-nearest": "nearest"}
+OURS_OF_FOUR = {"4": "4 bits", "4-together": "while pruning", "4-scales": "scales recovered"}
+FOUR = OURS_OF_FOUR | {"4-gptq": "GPTQ alone", "4-nearest": "nearest"}
 SPARSE = ("repair", "recover", "trained", "trained-recover")
 SHRUNK = ("shrink", "shrink-recover")
 # what 4 bits may add to the perplexity of 16 bits
@@ -200,7 +199,7 @@ def _line(goal: Goal, model: ModelFigures | None) -> list[str]:
     for form, loss in zip(FOUR, losses, strict=True):
         shown = model.cell(f"{way} {form}", goal.level, ends=False)
         cells.append("" if loss is None else f"{shown}, {percent(loss, 2)}")
-    outcome, ours = NOT_MEASURED, [loss for loss in losses[:OF_GOAL] if loss is not None]
+    outcome, ours = NOT_MEASURED, [loss for loss in losses[: len(OURS_OF_FOUR)] if loss is not None]
     if ours:
         over = 100 * (min(ours) - goal.value)
         outcome = "met" if over <= 0 else f"**missed by {over:.2f} points**"

@@ -223,9 +223,9 @@ class AdamWPrune(torch.optim.Optimizer):
             mask = None if parameter in self.unmasked else state.get("mask")
             lr_factor = self.lr_factors.get(parameter)
             at = lrs_at[id(group)], 0 if lr_factor is None else lr_factor.data_ptr()
-            weight, gradient, exp_avg, exp_avg_sq = tensors
-            held = weight, gradient, exp_avg, exp_avg_sq, state["step"], mask
-            operands.append(Operand(*held, numbers[id(group)], *at, is_owner))
+            weight, grad, exp_avg, exp_avg_sq = tensors
+            moments = exp_avg, exp_avg_sq, state["step"]
+            operands.append(Operand(weight, grad, *moments, mask, numbers[id(group)], *at, is_owner))
         theta, total = self.spam.theta if self.spam else None, ranks.sum if ranks else None
         extras = Extras(self.max_norm, theta, getattr(self, "grad_scale", None), found_inf, total)
         if operands:

@@ -75,7 +75,7 @@ def candidates(low: Readable, lo: float, hi: float, room: int, live: Mapping[str
     counters = w.counters.view()[: t.num_programs]
     bad, most = torch.stack([state[NOT_FINITE.value], counters.max()]).tolist()
     if bad and low.formulas[0].has_fast_roots:
-        return None  # fast roots of very large numbers are infinite
+        return None  # fast roots of very large numbers are not finite
     check_finite(low.sources, [bad])
     if most > capacity:
         return None

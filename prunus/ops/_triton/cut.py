@@ -232,7 +232,7 @@ class Pending:
     live: Mapping[str, Tensor]
     state: Tensor  # (groups, cs.STATE)
     room: int  # for the elements of a cut's own bucket
-    is_fast: bool = False  # whether roots may have been infinite where correct ones are not
+    is_fast: bool = False  # whether roots were fast ones, of which some are not finite where correct ones are
 
     def wait(self) -> dict[str, Tensor]:
         """The masks, after the one word from the device; where they were not found, they are by a descent."""

@@ -128,7 +128,7 @@ def row_kernel(
         read, first, lane, valid, live, num_inputs, num_drop, FULL, FAST, NAME, WT, MT, VT, ALIGN, BLOCK
     )
     if FAST:  # noqa: SIM102  (FAST is known when a kernel is compiled, the other is not)
-        if (sure == 0) | (odd != 0):  # fast roots of very large numbers are infinite
+        if (sure == 0) | (odd != 0):  # fast roots of very large numbers are not finite
             keep, sure, odd = kept_of_row(
                 read, first, lane, valid, live, num_inputs, num_drop, FULL, False, NAME, WT, MT, VT, ALIGN, BLOCK
             )
